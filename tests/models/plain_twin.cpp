@@ -174,6 +174,10 @@ void in_step(OffloadEngine* engine, const std::function<void()>& run) {
   step.finish();
 }
 
+std::optional<Chunk> chunk_of(OffloadEngine* engine, ChunkId id) {
+  return engine == nullptr ? std::nullopt : std::optional<Chunk>(engine->chunk(id));
+}
+
 StepTensors train_step(torch::nn::Module& model, OffloadEngine* engine, const std::function<void()>& run) {
   clear_gradients(model);
   in_step(engine, run);

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -8,6 +9,8 @@
 #include <ATen/core/Tensor.h>
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
+
+#include "sidestream/chunk.h"
 
 namespace sidestream {
 class OffloadEngine;
@@ -46,6 +49,8 @@ void descend(torch::nn::Module& model);
 
 /// `run` in a step of `engine`, without a step where it is null. What the step's end throws comes out.
 void in_step(OffloadEngine* engine, const std::function<void()>& run);
+/// A chunk of `engine`'s step, none where it is null.
+[[nodiscard]] std::optional<Chunk> chunk_of(OffloadEngine* engine, ChunkId id);
 
 /// One step of a trainer: gradients cleared, `run` (forward and backward) as `in_step`, weights descended. Gives the gradients
 /// and buffers.

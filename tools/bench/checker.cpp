@@ -78,16 +78,10 @@ class Bench {
   }
 
   StepTime step(OffloadEngine& engine) {
-    synchronize(device_);
-    const auto begin = std::chrono::steady_clock::now();
-    const double cpu_before = bench::cpu_seconds();
-    {
+    const StepTime time = bench::time_of(device_, [&] {
       const auto step = engine.step();
       layers_->forward(input_).backward(output_gradient_);
-    }
-    StepTime time{.issued = bench::seconds_since(begin), .cpu = bench::cpu_seconds() - cpu_before};
-    synchronize(device_);
-    time.wall = bench::seconds_since(begin);
+    });
     input_.mutable_grad() = at::Tensor();
     return time;
   }

@@ -3,7 +3,6 @@
 // steps of the same model in the same round.
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -126,10 +125,7 @@ class MixtureBench {
   StepTime step(const Mode& mode, OffloadEngine* engine) {
     MixtureModel& model = model_of(mode);
     model->zero_grad();
-    synchronize(device_);
-    const auto begin = std::chrono::steady_clock::now();
-    const double cpu_before = bench::cpu_seconds();
-    {
+    return bench::time_of(device_, [&] {
       std::optional<Step> active;
       if (engine != nullptr) {
         active.emplace(engine->step());
@@ -138,11 +134,7 @@ class MixtureBench {
       if (active) {
         active->finish();
       }
-    }
-    StepTime time{.issued = bench::seconds_since(begin), .cpu = bench::cpu_seconds() - cpu_before};
-    synchronize(device_);
-    time.wall = bench::seconds_since(begin);
-    return time;
+    });
   }
 
   static Json mode_json(const Mode& mode, const std::vector<StepTime>& times, const std::vector<StepTime>& eager,

@@ -1,7 +1,6 @@
 #include "tools/bench/step_bench.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include <ATen/Context.h>
@@ -18,25 +17,16 @@ constexpr int kWarmSteps = 5;  // sizing, capture, and replays
 constexpr std::size_t kWatched = 5;
 constexpr double kLearningRate = 1e-5;
 
-/// Of each of `block` steps, one right behind the other.
-StepTime time_block(c10::Device device, std::int64_t block, const std::function<void()>& run) {
-  synchronize(device);
-  const auto begin = std::chrono::steady_clock::now();
-  const double cpu_before = cpu_seconds();
-  for (std::int64_t i = 0; i < block; ++i) {
-    run();
-  }
-  const double steps = static_cast<double>(block);
-  StepTime time{.issued = seconds_since(begin) / steps, .cpu = (cpu_seconds() - cpu_before) / steps};
-  synchronize(device);
-  time.wall = seconds_since(begin) / steps;
-  return time;
-}
-
+/// Of steps in blocks of `block`, one right after the other.
 StepTime of_one_round(c10::Device device, std::int64_t block, const std::function<void()>& run) {
-  (void)time_block(device, 1, run);
+  run();
+  const auto run_block = [&] {
+    for (std::int64_t i = 0; i < block; ++i) {
+      run();
+    }
+  };
   std::vector<StepTime> watched(kWatched);
-  std::generate(watched.begin(), watched.end(), [&] { return time_block(device, block, run); });
+  std::generate(watched.begin(), watched.end(), [&] { return time_of(device, run_block, block); });
   return median(watched);
 }
 

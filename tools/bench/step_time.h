@@ -8,6 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/Device.h>
+
+#include "sidestream/device.h"
+
 namespace sidestream::bench {
 
 inline double seconds_since(std::chrono::steady_clock::time_point begin) {
@@ -49,6 +53,20 @@ struct StepTime {
   double issued = 0;  ///< until the host had issued everything, seconds
   double cpu = 0;     ///< what all threads of the process computed until then, seconds
 };
+
+/// Of `run`, which issues `steps` steps: of one of them. The device is idle when it begins.
+template <class Run>
+StepTime time_of(c10::Device device, const Run& run, std::int64_t steps = 1) {
+  synchronize(device);
+  const auto begin = std::chrono::steady_clock::now();
+  const double cpu_before = cpu_seconds();
+  run();
+  const auto of_one = [&](double seconds) { return seconds / static_cast<double>(steps); };
+  StepTime time{.issued = of_one(seconds_since(begin)), .cpu = of_one(cpu_seconds() - cpu_before)};
+  synchronize(device);
+  time.wall = of_one(seconds_since(begin));
+  return time;
+}
 
 /// Of each field by itself.
 inline StepTime median(const std::vector<StepTime>& times) {

@@ -104,10 +104,7 @@ class CallableOrderTest : public testing::Test {
     auto& [input, output] = in_flight[{work.stage, work.microbatch}];
     if (work.kind == Kind::forward) {
       input = rows(100 * s + work.microbatch, device_, work.stage).requires_grad_();
-      std::optional<Chunk> chunk;
-      if (engine != nullptr) {
-        chunk.emplace(engine->chunk({work.stage, work.microbatch}));
-      }
+      const std::optional<Chunk> chunk = chunk_of(engine, {work.stage, work.microbatch});
       output = forward(model, work.stage, input);
     } else {
       output.square().mean().backward();

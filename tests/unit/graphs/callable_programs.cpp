@@ -12,6 +12,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "graphs/sequence/sequence_streams.h"
+#include "models/plain_twin.h"
 #include "sidestream/error.h"
 #include "sidestream/graph_event.h"
 #include "sidestream/pipeline_order.h"
@@ -391,10 +392,8 @@ class OrderedStages final : public StackProgram {
       auto& [input, output] = in_flight[{work.stage, work.microbatch}];
       if (work.kind == PipelineStep::Kind::forward) {
         input = rows_of(100 * s + work.microbatch, work.stage).requires_grad_(true);
-        std::optional<Chunk> chunk;
-        if (engine_ && chunks_) {
-          chunk.emplace(engine_->chunk({work.stage, work.microbatch}));
-        }
+        const std::optional<Chunk> chunk =
+            chunk_of(engine_ && chunks_ ? &*engine_ : nullptr, {work.stage, work.microbatch});
         const auto first = 2 * static_cast<std::size_t>(work.stage);
         output = run(first, first + 2, input);
       } else {

@@ -40,10 +40,7 @@ class CapturedOrderTest : public testing::Test {
       if (work.kind == PipelineStep::Kind::forward) {
         const at::Tensor data = rows(s * kMicrobatches + work.microbatch, device_);
         microbatch.input = (work.microbatch == short_ ? data.slice(0, 0, 8).clone() : data).requires_grad_();
-        std::optional<Chunk> chunk;
-        if (engine != nullptr) {
-          chunk.emplace(engine->chunk({work.stage, work.microbatch}));
-        }
+        const std::optional<Chunk> chunk = chunk_of(engine, {work.stage, work.microbatch});
         if (calls_in_vain_) {
           (void)model.run_layer(0, microbatch.input);
         }

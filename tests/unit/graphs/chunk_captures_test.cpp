@@ -53,10 +53,7 @@ TEST_F(ChunkTest, ACallThatRunsTwiceInAChunk) {
   const auto run = [&](CalledStack& model, OffloadEngine* engine, std::int64_t s) {
     std::vector<at::Tensor> losses;
     for (std::int64_t m = 0; m < 2; ++m) {
-      std::optional<Chunk> chunk;
-      if (engine != nullptr) {
-        chunk.emplace(engine->chunk({0, m}));
-      }
+      const std::optional<Chunk> chunk = chunk_of(engine, {0, m});
       const at::Tensor first = model.run_layer(0, rows(s, device_, m));
       const at::Tensor cut = first.detach().requires_grad_();
       const at::Tensor second = model.run_layer(0, cut);
@@ -81,10 +78,7 @@ TEST_F(ChunkTest, CapturesOfOneChunkServeNoOtherChunkInFlight) {
   const auto run = [&](CalledStack& model, OffloadEngine* of, std::int64_t s) {
     std::vector<at::Tensor> losses;
     for (std::int64_t m = 0; m < (s < 2 ? 1 : 2); ++m) {
-      std::optional<Chunk> chunk;
-      if (of != nullptr) {
-        chunk.emplace(of->chunk({0, m}));
-      }
+      const std::optional<Chunk> chunk = chunk_of(of, {0, m});
       const at::Tensor h = model.run_layer(0, rows(s, device_, m).requires_grad_(true)) * 2;
       losses.push_back((s < 2 ? model.run_layer(0, h) : h).square().mean());
     }
@@ -114,10 +108,7 @@ TEST_F(ChunkTest, ACaptureWhoseGiverWasDroppedServesNoOtherChunkInFlight) {
     } else {
       std::vector<at::Tensor> losses;
       for (std::int64_t stage = 0; stage < 2; ++stage) {
-        std::optional<Chunk> chunk;
-        if (of != nullptr) {
-          chunk.emplace(of->chunk({stage, 0}));
-        }
+        const std::optional<Chunk> chunk = chunk_of(of, {stage, 0});
         const at::Tensor h = stage == 0 ? model.run_layer(0, x) : model.run_layer(2, model.run_layer(1, x));
         losses.push_back(h.square().mean());
       }
@@ -141,10 +132,7 @@ TEST_P(SkippedLayerTest, ALayerThatOnlySomeChunksHave) {
   const auto run = [&](CalledStack& model, OffloadEngine* of, std::int64_t s) {
     std::vector<at::Tensor> losses;
     for (std::int64_t m = 0; m < 3; ++m) {
-      std::optional<Chunk> chunk;
-      if (of != nullptr) {
-        chunk.emplace(of->chunk({0, m}));
-      }
+      const std::optional<Chunk> chunk = chunk_of(of, {0, m});
       const at::Tensor h = model.run_layer(0, rows(s, device_, m)) * 2;
       losses.push_back((m == (s < 2 ? 0 : 2) ? model.run_layer(1, h) : h).square().mean());
     }

@@ -19,6 +19,7 @@
 #include "sim/rerun/recording.h"
 #include "unit/graphs/hazard_program.h"
 #include "unit/graphs/recorded_steps.h"
+#include "unit/sim/rerun/every_order.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -108,25 +109,15 @@ TEST_F(EventHazardTest, H03EventsAreWhatTheirTypeSaysWhateverStreamIsCurrent) {
   device.synchronize_device();
 }
 
-/// True where the last work of `stream` is behind a copy to the host.
-bool last_is_behind_a_copy_out(const sim::Recording& recording, c10::Stream stream) {
-  const std::vector<sim::RecordedWork>& works = recording.works();
-  std::vector<bool> before(works.size(), false);
-  bool found = false;
-  bool behind = false;
-  for (std::size_t i = works.size(); i-- > 0;) {
-    if (!found && works[i].queue == stream.id()) {
-      found = before[i] = true;
-    }
-    if (before[i]) {
-      behind = behind || works[i].work->kind == sim::Work::Kind::copy_to_host;
-      for (const std::uint32_t earlier : works[i].after) {
-        before[earlier] = true;
-      }
+/// True if the last work of `stream` waits for a copy to the host.
+bool last_waits_for_a_copy_out(const sim::Recording& recording, c10::Stream stream) {
+  const std::vector<bool> before = sim::up_to_last_work(recording, stream);
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    if (before[i] && recording.works()[i].work->kind == sim::Work::Kind::copy_to_host) {
+      return true;
     }
   }
-  EXPECT_TRUE(found);
-  return behind;
+  return false;
 }
 
 /// Makes each graph wait for the copies out so far, as one would whose copies are a part of it.
@@ -169,7 +160,7 @@ TEST_F(EventHazardTest, H05TheNextGraphDoesNotWaitForTheCopiesOfTheOneBefore) {
     const auto& works = recording.works();
     EXPECT_TRUE(std::any_of(works.begin(), works.end(),
                             [](const auto& work) { return work.work->kind == sim::Work::Kind::copy_to_host; }));
-    EXPECT_EQ(last_is_behind_a_copy_out(recording, program.stream()), waits);
+    EXPECT_EQ(last_waits_for_a_copy_out(recording, program.stream()), waits);
   }
 }
 

@@ -305,21 +305,25 @@ TEST_F(WholeStepStateTest, GradientsThatAreGivenOtherMemoryAreTakenBack) {
   }
 }
 
+/// The loss of a stack that throws when it has run `left` times more.
+auto loss_that_breaks(int& left) {
+  return [&left](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
+    Tensors made = stack_loss(layers, inputs);
+    if (left-- == 0) {
+      throw std::runtime_error("the model broke");
+    }
+    return made;
+  };
+}
+
 TEST_F(WholeStepStateTest, ACaptureThatFailsInItsGraphsPlaceHoldsNoPinnedMemory) {
   for (const int fails_in : {0, 1, 2}) {  // sizing, warm-up, capture
     WholeStepTrainer plain(device_, {.layers = 4});
     torch::nn::Sequential model = layer_stack(4, device_);
     OffloadEngine engine(*model, Options(device_).offload("**").min_bytes(512));
     int left = -1;
-    const auto loss = [&](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
-      Tensors made = stack_loss(layers, inputs);
-      if (left-- == 0) {
-        throw std::runtime_error("the model broke");
-      }
-      return made;
-    };
-    const GraphedStep step = make_graphed_step(engine, Callable("step", owning(loss), model), plain.data(0),
-                                               StepOptions().graph(GraphOptions().num_warmup_iters(1)));
+    const GraphedStep step = make_graphed_step(engine, Callable("step", owning(loss_that_breaks(left)), model),
+                                               plain.data(0), StepOptions().graph(GraphOptions().num_warmup_iters(1)));
     EXPECT_GT(engine.report().pinned_bytes, 0);
     relocate(*model);
     left = fails_in;
@@ -350,15 +354,8 @@ TEST_F(WholeStepStateTest, ACaptureThatFailsHoldsNoDeviceMemory) {
       torch::nn::Sequential model = layer_stack(4, device_);
       OffloadEngine engine(*model, Options(device_).offload("**").min_bytes(512));
       int left = fails_in;
-      const auto loss = [&](torch::nn::SequentialImpl& layers, const Tensors& inputs) {
-        Tensors made = stack_loss(layers, inputs);
-        if (left-- == 0) {
-          throw std::runtime_error("the model broke");
-        }
-        return made;
-      };
       EXPECT_THROWS(std::runtime_error, "the model broke",
-                    (void)make_graphed_step(engine, Callable("step", owning(loss), model), samples,
+                    (void)make_graphed_step(engine, Callable("step", owning(loss_that_breaks(left)), model), samples,
                                             StepOptions().graph(GraphOptions().num_warmup_iters(1))));
     }
     EXPECT_TRUE(falls_to(held_by_samples)) << "pass " << fails_in;

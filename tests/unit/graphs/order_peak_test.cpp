@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -94,10 +95,7 @@ class FirstRank : public torch::nn::Module {
         const ChunkNumbers numbers(work.stage, work.microbatch);
         at::Tensor& input = inputs_[numbers];
         if (work.kind == Kind::forward) {
-          std::vector<Chunk> chunk;
-          if (engine != nullptr) {
-            chunk.push_back(engine->chunk({work.stage, work.microbatch}));
-          }
+          const std::optional<Chunk> chunk = chunk_of(engine, {work.stage, work.microbatch});
           outputs[numbers] = forward(work.stage, input);
           continue;
         }

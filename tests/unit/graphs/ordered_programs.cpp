@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "models/block_model.h"
+#include "models/plain_twin.h"
 #include "models/wrapping.h"
 #include "sidestream/pipeline_order.h"
 #include "unit/graphs/engine_program.h"
@@ -90,10 +91,8 @@ class WholeSteps final : public EngineProgram {
       switch (work.kind) {
         case PipelineStep::Kind::forward: {
           const Batch batch = batch_of(model_->shape(), s * microbatches_.count + work.microbatch, device());
-          std::optional<Chunk> chunk;
-          if (engine_ && microbatches_.in_order) {
-            chunk.emplace(engine_->chunk({0, work.microbatch}));
-          }
+          const std::optional<Chunk> chunk =
+              chunk_of(engine_ && microbatches_.in_order ? &*engine_ : nullptr, {0, work.microbatch});
           losses[work.microbatch] = model_->loss(batch.tokens, batch.targets);
           break;
         }

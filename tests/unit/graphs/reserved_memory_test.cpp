@@ -162,10 +162,7 @@ ReservedPeak train_rank_of_ripples(c10::Device device, Way way, const std::vecto
       const std::int64_t m = work.microbatch;
       if (work.kind == PipelineStep::Kind::forward) {
         inputs[m] = at::linspace(-1, 1 + work.microbatch, kRippleElements).to(device).requires_grad_(true);
-        std::optional<Chunk> chunk;
-        if (engine) {
-          chunk.emplace(engine->chunk({work.stage, work.microbatch}));
-        }
+        const std::optional<Chunk> chunk = chunk_of(engine ? &*engine : nullptr, {work.stage, work.microbatch});
         outputs[m] = model.forward(inputs[m]);
       } else if (work.kind == PipelineStep::Kind::weight_gradients) {
         if (engine) {

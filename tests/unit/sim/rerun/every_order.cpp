@@ -38,7 +38,7 @@ void expect_same_in_every_order(Recording& recording, const std::vector<at::Tens
   }
 }
 
-bool last_work_is_behind_all_copies(const Recording& recording, c10::Stream stream) {
+std::vector<bool> up_to_last_work(const Recording& recording, c10::Stream stream) {
   const std::vector<RecordedWork>& works = recording.works();
   std::vector<bool> before(works.size(), false);
   bool found = false;
@@ -52,13 +52,20 @@ bool last_work_is_behind_all_copies(const Recording& recording, c10::Stream stre
       }
     }
   }
+  EXPECT_TRUE(found) << "no work of the stream";
+  return before;
+}
+
+bool last_work_is_behind_all_copies(const Recording& recording, c10::Stream stream) {
+  const std::vector<RecordedWork>& works = recording.works();
+  const std::vector<bool> before = up_to_last_work(recording, stream);
   for (std::size_t i = 0; i < works.size(); ++i) {
     const Work::Kind kind = works[i].work->kind;
     if (!before[i] && (kind == Work::Kind::copy_to_host || kind == Work::Kind::copy_to_device)) {
       return false;
     }
   }
-  return found;
+  return true;
 }
 
 }  // namespace sidestream::sim

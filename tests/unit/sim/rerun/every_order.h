@@ -27,7 +27,9 @@ class [[nodiscard]] OneThread {
 void expect_same_in_every_order(Recording& recording, const std::vector<at::Tensor>& tensors,
                                 const std::vector<std::byte>& expected, std::uint64_t seeds);
 
-/// True when the last work of `stream` in `recording` is ordered behind every copy of it.
+/// For each work of `recording`: whether it is the last one of `stream`, or one that this one waits for. A failure if there is none.
+[[nodiscard]] std::vector<bool> up_to_last_work(const Recording& recording, c10::Stream stream);
+/// True if the last work of `stream` in `recording` is ordered behind every copy of it.
 [[nodiscard]] bool last_work_is_behind_all_copies(const Recording& recording, c10::Stream stream);
 
 }  // namespace sidestream::sim
