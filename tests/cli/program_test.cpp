@@ -20,6 +20,10 @@ TEST(Program, HelpAndVersionSucceed) {
   const ProgramResult train_help = run_program({"train", "--help"});
   EXPECT_EQ(train_help.code, 0);
   EXPECT_NE(train_help.out.find("--side-streams"), std::string::npos);
+  const ProgramResult order_help = run_program({"order", "--help"});
+  EXPECT_EQ(order_help.code, 0);
+  EXPECT_NE(order_help.out.find("--svg"), std::string::npos);
+  EXPECT_EQ(order_help.out.find("sidestream train"), std::string::npos) << order_help.out;
   const ProgramResult version = run_program({"--version"});
   EXPECT_EQ(version.code, 0);
   EXPECT_EQ(version.out.rfind("sidestream ", 0), 0u);

@@ -84,7 +84,6 @@ int complain(std::string_view what, int code) {
 
 int run(int argc, char** argv) {
   CLI::App app("Trains a byte-level language model with graphed layers whose activations are offloaded.", "sidestream");
-  app.footer(kFooter);
   app.set_version_flag("--version", std::string("sidestream ") + version());
   app.require_subcommand(1);
   TrainingOptions options;
@@ -109,6 +108,7 @@ int run(int argc, char** argv) {
   declare_report_options(*report, files);
   const CLI::App* info =
       app.add_subcommand("info", "Show devices, versions and the measured copy speed to and from each device");
+  app.footer(kFooter);  // a command takes over the footer that is set before it
   for (CLI::App* const command : {train, check, order, simulate}) {
     check_numbers(*command);
   }
