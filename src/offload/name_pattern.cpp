@@ -352,9 +352,13 @@ void NamePatterns::require_each_matches(const std::vector<std::string>& known, N
       std::transform(names.begin(), names.end(), names.begin(),
                      [&](const std::string& name) { return stars_as_ranges(name, known); });
     }
+    const char* const if_later =
+        ". If the first step was given up or ran less than later ones, call OffloadEngine::reset";
     if (names.empty()) {
-      throw UsageError(message + (of_calls ? "; the step had no calls at all: call what is to be graphed with ss::call"
-                                           : "; the step had no scopes at all"));
+      throw UsageError(message +
+                       (of_calls ? "; the step had no calls at all: call what is to be graphed with ss::call"
+                                 : "; the step had no scopes at all") +
+                       if_later);
     }
     message += message.back() == '?' ? " The names are: " : "; the names are: ";
     for (std::size_t i = 0; i < std::min(names.size(), names_shown); ++i) {
@@ -363,7 +367,7 @@ void NamePatterns::require_each_matches(const std::vector<std::string>& known, N
     if (names.size() > names_shown) {
       message += " and " + std::to_string(names.size() - names_shown) + " more";
     }
-    throw UsageError(message + ". A name is known from the first step that runs it");
+    throw UsageError(message + if_later);
   }
 }
 
