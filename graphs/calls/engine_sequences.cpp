@@ -184,8 +184,10 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
     sites.push_back(recorded.calls()[recorded_call]->site);
   }
   std::vector<CallSpec> specs = recorded.specs_of(group);
+  const std::vector<bool> without_backward = recorded.without_backward();
   for (std::size_t i = 0; i < group.size(); ++i) {
     specs[i].outputs_released = recorded.outputs().released(group[i], plan_);
+    specs[i].may_lack_backward = without_backward[group[i]];
   }
   const auto holder =
       capture(specs, std::move(order), resources_.options.graph_options(), memory_of(sites, slot, evaluation));
@@ -263,8 +265,7 @@ bool EngineSequences::agree(bool mine) {
 }
 
 void EngineSequences::await_failed_backward() const {
-  constexpr std::chrono::milliseconds kBound{200};
-  const auto bound = std::chrono::steady_clock::now() + kBound;
+  const auto bound = std::chrono::steady_clock::now() + PendingBackwards::kEndOfFailed;
   for_each([&](const GraphSequence& sequence) { sequence.pending().await_none(bound); });
 }
 

@@ -61,9 +61,8 @@ class EngineSequences {
   /// If a call would get more captures than its bound, its least recently used ones are dropped, unless a backward is pending. Captures
   /// of other calls stay.
   void drop_least_used(CallTable& calls, const RecordedCalls& recorded);
-  /// After a step that failed. Autograd's thread frees the nodes of a backward that threw shortly after the caller got the exception.
-  /// Until then the nodes' calls look like a microbatch in flight. Waits until the last node is freed, for at most 200 ms: a caller
-  /// may hold the graph.
+  /// After a step that failed. Until autograd's thread has freed the nodes of a backward that threw, the nodes' calls look like a
+  /// microbatch in flight. Waits until the last node is freed, for at most PendingBackwards::kEndOfFailed.
   void await_failed_backward() const;
   /// Drops the graphs of all sequences that `ss::call` made.
   void drop_own();

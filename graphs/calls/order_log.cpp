@@ -85,6 +85,19 @@ std::vector<bool> OrderLog::with_backward(std::size_t calls) const {
   return ran;
 }
 
+std::vector<bool> OrderLog::without_backward(std::size_t calls) const {
+  std::vector<std::size_t> left(calls);
+  std::vector<bool> without(calls);
+  const std::lock_guard lock(mutex_);
+  for (const SequenceStep& step : order_.steps) {
+    if (step.direction != Direction::weights) {
+      left[step.call] += step.direction == Direction::forward ? 1 : -1;
+    }
+  }
+  std::transform(left.begin(), left.end(), without.begin(), [](std::size_t runs) { return runs > 0; });
+  return without;
+}
+
 SequenceOrder OrderLog::order_of(const std::vector<std::size_t>& among) const {
   return sequence_in_order(part_of(among));
 }

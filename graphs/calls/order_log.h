@@ -27,6 +27,8 @@ class OrderLog {
 
   /// By call, of the calls 0 to `calls` - 1: whether its first run had a backward.
   [[nodiscard]] std::vector<bool> with_backward(std::size_t calls) const;
+  /// By call, of the calls 0 to `calls` - 1: whether one of its runs had no backward.
+  [[nodiscard]] std::vector<bool> without_backward(std::size_t calls) const;
   /// The order in which the calls in `among` ran, numbered as there. See sequence_in_order.
   [[nodiscard]] SequenceOrder order_of(const std::vector<std::size_t>& among) const;
 

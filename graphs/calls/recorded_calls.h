@@ -109,6 +109,8 @@ class RecordedCalls {
   [[nodiscard]] std::vector<std::vector<std::size_t>> groups(std::size_t slot, bool evaluation) const;
   /// Calls in one order of steps that ran a backward and are not captured yet, whatever their slots. Not among `groups`.
   [[nodiscard]] std::vector<std::size_t> in_order() const;
+  /// By call: whether one of its runs had no backward.
+  [[nodiscard]] std::vector<bool> without_backward() const;
   /// True if `call` was computed from one of `group`, which is in order, in its latest run.
   [[nodiscard]] bool continues(std::size_t call, const std::vector<std::size_t>& group) const;
   /// In which order `calls`, which are `in_order`, ran in the step.

@@ -41,6 +41,8 @@ std::vector<std::size_t> RecordedCalls::in_order() const {
   return calls;
 }
 
+std::vector<bool> RecordedCalls::without_backward() const { return log_->without_backward(calls_.size()); }
+
 std::vector<CallSpec> RecordedCalls::specs_of(const std::vector<std::size_t>& group, const MayLink& may_link) const {
   std::vector<CallSpec> specs;
   for (const std::size_t number : group) {

@@ -79,8 +79,9 @@ struct CallSpec {
   std::vector<at::Generator> generators =
       {};  ///< that the call may draw from, without the device's default one; each once
   std::vector<bool> outputs_released =
-      {};                  ///< outputs that nothing outside of the graphs holds when the next call begins
-  std::string chunk = {};  ///< in an order of callables, for errors: " (stage 0, microbatch 1)"
+      {};                          ///< outputs that nothing outside of the graphs holds when the next call begins
+  std::string chunk = {};          ///< in an order of callables, for errors: " (stage 0, microbatch 1)"
+  bool may_lack_backward = false;  ///< the recorded step had a run of it without a backward
 };
 
 /// All modules of the call `name` as one: its own (null for a plain function) and its `arguments`. Null without any.

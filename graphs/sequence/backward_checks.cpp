@@ -101,8 +101,7 @@ void CapturedCall::stamp_versions(c10::ArrayRef<at::Tensor> given, const detail:
   }
 }
 
-void CapturedSequence::check_backward(std::size_t index, std::uint64_t generation, bool has_turn,
-                                      const PendingRuns& pending, const PendingRuns& weights) const {
+void CapturedSequence::check_backward(std::size_t index, std::uint64_t generation, bool has_turn) const {
   const CapturedCall& call = calls[index];
   if (!call.backward.graph) {
     throw UsageError(describe(index) + ": it was reset before this backward; run the backward first");
@@ -111,6 +110,12 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
     throw UsageError(describe(index) +
                      ": another capture in the same memory was replayed since its forward, and has overwritten its " +
                      "saved tensors; run its backward before that replay, or capture it in a pool of its own");
+  }
+  if (call.replay.given_up) {
+    throw UsageError(describe(index) +
+                     ": its backward runs after that of a call before it, which has overwritten its saved tensors; the "
+                     "step that was recorded had no backward of it. Run it first, or call OffloadEngine::reset: the "
+                     "next step is recorded again");
   }
   if (call.replay.generation != generation) {
     throw UsageError(describe(index) +
@@ -127,23 +132,36 @@ void CapturedSequence::check_backward(std::size_t index, std::uint64_t generatio
                      ", but its saved tensors were not kept; capture with GraphOptions::retain_graph_in_backward" +
                      (call.delays ? ", and with another GradientPolicy than delayed" : ""));
   }
-  if (const auto obstacle = pending.obstacle(order.backward_index(index))) {
+  check_state(*this, index, kBackward);
+  check_versions(call, kBackward);
+  refuse_frozen(call, all_outputs, "the call's forward and its backward", "Freeze it before the forward or");
+}
+
+void CapturedSequence::check_order_of_backward(std::size_t index, const PendingRuns& pending,
+                                               const PendingRuns& weights) const {
+  const std::size_t graph_index = order.backward_index(index);
+  auto obstacle = pending.obstacle(graph_index);
+  for (std::size_t call = 0; obstacle && calls[*obstacle].spec.may_lack_backward; ++call) {  // another one may not
+    if (call == calls.size()) {
+      obstacle.reset();
+    } else if (pending.contains(call) && order.backward_index(call) < graph_index) {
+      obstacle = call;
+    }
+  }
+  if (obstacle) {
     check_turn(index, *obstacle, "backward");
     throw UsageError(
         describe(index) + ": its backward runs before that of \"" + calls[*obstacle].spec.name + "\", which was " +
         "called after it; run the backwards of calls that were captured together in reverse order, or capture the "
-        "calls separately");
+        "calls separately. If that call is to have no backward, drop or detach its outputs first");
   }
-  if (const auto obstacle = weights.obstacle(order.backward_index(index))) {
-    check_turn_of_weights(index, *obstacle, "backward");
+  if (const auto delayed = weights.obstacle(graph_index)) {
+    check_turn_of_weights(index, *delayed, "backward");
     throw UsageError(describe(index) + ": its backward would overwrite what the delayed weight gradients of " +
-                     describe(*obstacle) +
+                     describe(*delayed) +
                      " are computed from, because the step's order has these before this backward; call backward_dw in "
                      "that order, or give step() the order that runs");
   }
-  check_state(*this, index, kBackward);
-  check_versions(call, kBackward);
-  refuse_frozen(call, all_outputs, "the call's forward and its backward", "Freeze it before the forward or");
 }
 
 void CapturedSequence::check_weights(std::size_t index) const {

@@ -83,6 +83,7 @@ struct CapturedCall {
     std::uint64_t generation = 0;    ///< counts forwards
     bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
     bool backward_failed = false;    ///< after that launch
+    bool given_up = false;           ///< since the latest forward: a call before it ran its backward first
     bool weights_delayed = false;    ///< since the latest backward: gradients of delayed parameters are to come
     OutputSet used = 0;              ///< the outputs that got a gradient in it
     std::uint64_t chunk = 0;  ///< of the latest forward, by its number, if gradients are delayed or in an order; else 0

@@ -74,11 +74,12 @@ struct CapturedSequence {
   [[nodiscard]] bool follows_eager_call(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
   /// Throws: UsageError that says which input differs, and how.
   void check(std::size_t call, c10::ArrayRef<at::Tensor> inputs) const;
-  /// Before the backward of `call` for its forward `generation`: checks the order, the state, and the versions of the tensors that it
-  /// reads. `has_turn`: the sequence has the turn in its memory. `pending`: the calls that await a backward. `weights`: those that await
-  /// the gradients of delayed parameters. Throws: UsageError.
-  void check_backward(std::size_t call, std::uint64_t generation, bool has_turn, const PendingRuns& pending,
-                      const PendingRuns& weights) const;
+  /// Before the backward of `call` for its forward `generation`: checks the state, and the versions of the tensors that it reads.
+  /// `has_turn`: the sequence has the turn in its memory. Throws: UsageError.
+  void check_backward(std::size_t call, std::uint64_t generation, bool has_turn) const;
+  /// The same of the order. `pending`: the calls that await a backward; those that may lack one are no obstacle. `weights`: those that
+  /// await the gradients of delayed parameters.
+  void check_order_of_backward(std::size_t call, const PendingRuns& pending, const PendingRuns& weights) const;
 
   /// Before the gradients of delayed parameters of `call` are computed. Throws: UsageError.
   void check_weights(std::size_t call) const;

@@ -168,4 +168,12 @@ void DelayedWeights::drop_all() noexcept {
   (void)drop_if([](const Entry&) { return true; });
 }
 
+bool DelayedWeights::has_failed() {
+  if (torch::autograd::get_current_graph_task_id() != kNone) {
+    return false;
+  }
+  const std::lock_guard lock(mutex_);
+  return std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) { return entry.backward != kNone; });
+}
+
 }  // namespace sidestream

@@ -35,6 +35,8 @@ class DelayedWeights : public std::enable_shared_from_this<DelayedWeights> {
   std::string drop_ended() noexcept;
   /// The same, and calls of a backward() that runs still.
   void drop_all() noexcept;
+  /// Outside of backwards: true if a backward() failed whose calls are not dropped yet. They are when autograd's thread frees it.
+  [[nodiscard]] bool has_failed();
 
  private:
   class Watch;

@@ -1,6 +1,7 @@
 #include "graphs/sequence/graph_sequence.h"
 
 #include <exception>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -8,6 +9,7 @@
 #include <c10/util/irange.h>
 
 #include "base/site.h"
+#include "graphs/sequence/delayed_weights.h"
 #include "graphs/sequence/replay_node.h"
 #include "sidestream/error.h"
 
@@ -134,7 +136,7 @@ bool GraphSequence::awaits_backward(std::size_t call, std::uint64_t generation) 
 
 void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
                             const ReplayOptions* target, Inputs known) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   CapturedCall& call = captured_.calls[index];
   if (known == Inputs::unknown || !call.forward.graph) {
     captured_.check(index, inputs);
@@ -146,6 +148,9 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
   }
   const std::size_t graph_index = captured_.order.forward_index(index);
+  if (pending_.weights().obstacle(graph_index) && delayed_weights_->has_failed()) {
+    pending_.await_weights(lock, graph_index);
+  }
   if (const auto obstacle = pending_.weights().obstacle(graph_index)) {
     captured_.check_turn_of_weights(index, *obstacle, "forward");
     throw UsageError(
@@ -166,7 +171,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   outputs_.before_launch(graph_index);
   latest_ = static_cast<std::int64_t>(index);
   ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
-  call.replay.backward_launched = call.replay.backward_failed = call.replay.ran_eagerly = false;
+  call.replay.backward_launched = call.replay.backward_failed = call.replay.given_up = call.replay.ran_eagerly = false;
   write_static_inputs(call, inputs, [&] { copies_.await_others(graph_index, runtime_->current_stream()); });
   launch_forward(index, target);
   give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);

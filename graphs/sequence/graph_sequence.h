@@ -60,10 +60,18 @@ class PendingBackwards {
     }
     return found;
   }
+  /// How long to wait for the end of a backward that has failed: autograd's thread frees its nodes shortly after the caller got the
+  /// exception, but keeps them if the caller holds the graph.
+  static constexpr std::chrono::milliseconds kEndOfFailed{200};
   /// Blocks the host until no call awaits its backward, or until `bound`. The caller does not hold the mutex.
   void await_none(std::chrono::steady_clock::time_point bound) const {
     std::unique_lock lock(memory_.mutex());
     (void)memory_.settled().wait_until(lock, bound, [this] { return runs_.empty(); });
+  }
+
+  /// Blocks the host until no delayed gradients forbid a launch of the graph, at most for kEndOfFailed. `lock`: of the mutex.
+  void await_weights(std::unique_lock<std::recursive_mutex>& lock, std::size_t graph_index) const {
+    (void)memory_.settled().wait_for(lock, kEndOfFailed, [&] { return !weights_.obstacle(graph_index); });
   }
 
   /// The calls that await their backward.
@@ -82,7 +90,10 @@ class PendingBackwards {
   /// The backward of `call` has left gradients of delayed parameters to be computed.
   void weights_delayed(std::size_t call) { weights_.begin(call); }
   /// They were computed, or will not be.
-  void weights_computed(std::size_t call) noexcept { weights_.end(call); }
+  void weights_computed(std::size_t call) noexcept {
+    weights_.end(call);
+    memory_.settled().notify_all();
+  }
 
  private:
   const SequenceOrder& order_;
@@ -178,6 +189,9 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void take_turn(std::size_t call);
   void launch_forward(std::size_t call, const ReplayOptions* target);
   void launch_backward(std::size_t call);
+  /// Before the launch of a backward with this graph index, which check_order_of_backward allows: calls that await theirs and would have
+  /// to run it first will have none.
+  void give_up_later_calls(std::size_t graph_index) noexcept;
   /// The backward of `call` has run, or will not run. Finds which backward is due next.
   void settle_pending(std::size_t call) noexcept;
   /// After the backward of `call` was launched.

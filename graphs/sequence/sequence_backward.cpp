@@ -71,7 +71,9 @@ void write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
   const std::lock_guard lock(mutex_);
   CapturedCall& call = captured_.calls[index];
-  captured_.check_backward(index, generation, captured_.memory->turn() == this, pending_.runs(), pending_.weights());
+  const std::size_t graph_index = captured_.order.backward_index(index);
+  captured_.check_backward(index, generation, captured_.memory->turn() == this);
+  captured_.check_order_of_backward(index, pending_.runs(), pending_.weights());
   if (call.accumulates) {
     call.replay.grads_in_place = are_in_place(call.lists.accumulated);
     if (!call.replay.grads_in_place) {
@@ -96,10 +98,10 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   }
   const Site site(Activity::launch_backward, call.site);
   streams_.follow_latest_call();
+  give_up_later_calls(graph_index);
   // Before the seeds are written: they may lie in the memory of outputs.
-  outputs_.before_launch(captured_.order.backward_index(index));
-  write_static_grads(call, grads,
-                     [&] { copies_.await_others(captured_.order.backward_index(index), runtime_->current_stream()); });
+  outputs_.before_launch(graph_index);
+  write_static_grads(call, grads, [&] { copies_.await_others(graph_index, runtime_->current_stream()); });
   grads.clear();
   for_each_gradient(call, [&](const Gradient& grad) {
     grads.push_back(!grad.comes(used) || grad.memory ? at::Tensor()
@@ -155,6 +157,15 @@ void GraphSequence::launch_backward(std::size_t index) {
     }
     streams_.settle(side);
     throw;
+  }
+}
+
+void GraphSequence::give_up_later_calls(std::size_t graph_index) noexcept {
+  while (const auto later = pending_.runs().obstacle(graph_index)) {
+    CapturedCall::Replay& replay = captured_.calls[*later].replay;
+    replay.given_up = true;
+    ++replay.generation;  // what it saved is overwritten from here on
+    settle_pending(*later);
   }
 }
 

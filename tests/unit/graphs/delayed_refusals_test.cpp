@@ -8,7 +8,6 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "eventually.h"
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
 #include "models/plain_twin.h"
@@ -16,6 +15,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
+#include "unit/graphs/called_stack.h"
 #include "unit/graphs/delayed_weights_fixture.h"
 
 namespace sidestream::testing_model {
@@ -36,13 +36,6 @@ class DelayedRefusalsTest : public DelayedCallablesTest {
     for (at::Tensor& parameter : stacks_.model->parameters()) {
       parameter.mutable_grad().reset();
     }
-  }
-  [[nodiscard]] bool none_pending() const {
-    bool none = true;
-    EngineAccess::state(*stacks_.engine).sequences().for_each([&](const GraphSequence& sequence) {
-      none = none && !sequence.pending().any();
-    });
-    return none;
   }
 };
 
@@ -159,7 +152,6 @@ TEST_F(DelayedRefusalsTest, ABackwardThatFailsDelaysNothing) {
         if (graphed) {
           fail_in_backward(3 - s);
           EXPECT_THROWS(UsageError, "failed or named inputs", stacks_.layers[3].backward_dw());
-          EXPECT_TRUE(eventually([&] { return none_pending(); }));
         }
         stacks_.loss(graphed, x, s).backward();
         if (graphed) {
@@ -171,6 +163,37 @@ TEST_F(DelayedRefusalsTest, ABackwardThatFailsDelaysNothing) {
     EXPECT_TRUE(same(step(true), plain)) << "step " << s;
   }
   in_step(&*stacks_.engine, [&] { fail_in_backward(2); });  // nothing is missing
+}
+
+/// docs/contract.md, "A backward that failed half-way".
+TEST_F(DelayedRefusalsTest, WhatWasDelayedBeforeAFailedBackwardIsComputedBeforeGradientsAreCleared) {
+  CalledStack model(device_);
+  CalledStack plain(device_);
+  OffloadEngine engine(model, Options(device_).graph("layers.*").graph_options(delayed()));
+  for (std::int64_t s = 0; s < 3; ++s) {
+    expect_same_step(model, &engine, plain, s, [&](CalledStack& trained) {
+      const bool graphed = &trained == &model;
+      const auto loss = [&](std::int64_t microbatch) {
+        return trained.forward(rows(s, device_, microbatch)).square().mean();
+      };
+      if (graphed && s == 2) {
+        const at::Tensor first = loss(0);
+        const at::Tensor second = loss(1);
+        first.backward();
+        second.register_hook([](const at::Tensor&) { throw std::runtime_error("the hook's"); });
+        EXPECT_THROWS(std::runtime_error, "the hook's", second.backward());
+        engine.backward_dw();
+        clear_gradients(trained);
+      }
+      const at::Tensor first = loss(0);
+      const at::Tensor second = loss(1);
+      first.backward();
+      second.backward();
+      if (graphed) {
+        engine.backward_dw();
+      }
+    });
+  }
 }
 
 TEST_F(DelayedRefusalsTest, IfAHookThrowsTheRestIsDropped) {

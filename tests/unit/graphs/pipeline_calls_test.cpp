@@ -201,6 +201,31 @@ TEST_F(ChangedOrderTest, AnOrderThatNoStepRecordedThrowsBeforeMemoryInUseIsOverw
   expect_same_step(model_, &engine, plain_, 8, [&](CalledStack& model) { nested(model, 8); });
 }
 
+/// The last layer's output is alive during the backward of the first ones, and has none: a second head, or a value for the log.
+TEST_F(ChangedOrderTest, ACallThatHadNoBackwardWhenItWasRecordedDelaysNoOther) {
+  OffloadEngine engine(model_, options());
+  at::Tensor last;
+  const auto without_last = [&](CalledStack& model, std::int64_t s) {
+    const at::Tensor x = rows(s, device_).requires_grad_();
+    const at::Tensor h = model.run_layer(1, model.run_layer(0, x));
+    at::Tensor unused = model.run_layer(2, h);
+    h.square().mean().backward();
+    StepTensors given = values({x.grad(), unused});
+    if (&model == &model_) {
+      last = std::move(unused);
+    }
+    return given;
+  };
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_same_step(model_, &engine, plain_, s, [&](CalledStack& model) { return without_last(model, s); });
+    EXPECT_TRUE(s == 0 || engine.report().eager_calls == 3) << "step " << s;
+  }
+  EXPECT_THROWS(UsageError, "the step that was recorded had no backward of it", last.sum().backward());
+  last.reset();
+  const auto with_last = [&](CalledStack& model) { model.forward(rows(9, device_)).square().mean().backward(); };
+  expect_same_step(model_, &engine, plain_, 9, with_last);
+}
+
 TEST_F(ChangedOrderTest, AForwardThatWouldOverwriteRunsEagerlyOrIsRecorded) {
   OffloadEngine engine(model_, options());
   Pipeline mine(model_, device_, {{0, 1}, {2}});
