@@ -233,7 +233,7 @@ void Dispatcher::on_pending(const Call& call, const Found& found) {
 
 std::optional<EagerCause> Dispatcher::excuse(const CallSite& site) const {
   if (site.set == nullptr) {
-    return sequences_.postponed() ? std::optional(EagerCause::not_agreed) : std::nullopt;
+    return sequences_.postponed();
   }
   // If a backward is pending, the callables before this one may have run eagerly. Then inputs that are linked to their outputs fit nothing.
   const bool expected = site.rules.on_new_arguments == OnNewArguments::capture

@@ -259,8 +259,14 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
 }
 
 bool EngineSequences::agree(bool mine) {
-  const bool agreed = agree_to_capture(resources_.options.graph_options(), mine);
-  postponed_ = mine && !agreed;
+  const GraphOptions& options = resources_.options.graph_options();
+  const bool waits = mine && options.pool() != nullptr &&
+                     GraphMemory::of(*options.pool(), resources_.runtime->device())->pending_beside(nullptr);
+  const bool agreed = agree_to_capture(options, mine && !waits) && !waits;  // other ranks ask too
+  postponed_.reset();
+  if (mine && !agreed) {
+    postponed_ = waits ? EagerCause::shared_memory : EagerCause::not_agreed;
+  }
   return agreed;
 }
 

@@ -2,10 +2,12 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "graphs/calls/call_site.h"
+#include "graphs/calls/engine_counts.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/graph_options.h"
 
@@ -16,7 +18,6 @@ class CallTable;
 class EagerPlan;
 struct EngineResources;
 class RecordedCalls;
-class EngineCounts;
 
 /// All sequences of one engine. It captures them, captures them again if weights were relocated, and keeps the memory of their outputs on
 /// the device. Threads: the step's.
@@ -42,11 +43,11 @@ class EngineSequences {
   /// Captures what `ss::call` recorded, and gives the calls their variants: the calls in the order of the step as one sequence, all others
   /// as one sequence for each microbatch slot. If a capture fails, those before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
-  /// Whether to capture now: asks GraphOptions::agree_to_capture of the engine, if it is set. `mine`: there is something to
-  /// capture.
+  /// Whether to capture now. `mine`: there is something to capture. Not while another engine's backward needs the memory of
+  /// GraphOptions::pool, and not if GraphOptions::agree_to_capture says no.
   [[nodiscard]] bool agree(bool mine);
-  /// True if this rank has something to capture and another rank has not agreed: its calls run eagerly in this step.
-  [[nodiscard]] bool postponed() const noexcept { return postponed_; }
+  /// If there is something to capture, but not now: why the calls run eagerly in this step.
+  [[nodiscard]] std::optional<EagerCause> postponed() const noexcept { return postponed_; }
   /// True when a sequence of `ss::call` must be captured again.
   [[nodiscard]] bool outdated() const;
   /// If weights were relocated, the sequences of `ss::call` that read them are captured again. If weights were replaced, these sequences
@@ -95,7 +96,7 @@ class EngineSequences {
   EagerPlan& plan_;
   EngineCounts& counts_;
   SequenceHolders all_;
-  bool postponed_ = false;
+  std::optional<EagerCause> postponed_;
   std::vector<std::shared_ptr<SequenceHolder>> own_;  ///< those that ss::call made
   /// By call and slot, if captures share memory: CallOptions::share_memory, or forward graphs with the first slot. Calls of one sequence
   /// have the same.

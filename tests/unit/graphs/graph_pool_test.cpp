@@ -10,11 +10,13 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "expect_throws.h"
+#include "models/plain_twin.h"
 #include "models/stack_twins.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sim/device/device.h"
+#include "unit/graphs/called_stack.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -104,6 +106,32 @@ TEST_F(GraphPoolTest, ACaptureWaitsForPendingBackwardsOfThePool) {
 }
 
 // Weights that lie elsewhere for a while, as in an evaluation of averaged ones.
+TEST_F(GraphPoolTest, CallsRunEagerlyWhileABackwardOfTheOtherEngineIsPending) {
+  CalledStack first(device_), plain_first(device_), second(device_), plain_second(device_);
+  const Options options = Options(device_).graph("layers.*").graph_options(pooled());
+  OffloadEngine of_first(first, options);
+  OffloadEngine of_second(second, options);
+  const auto loss_of = [&](CalledStack& model, std::int64_t s) {
+    return model.forward(rows(s, device_)).square().mean();
+  };
+  for (std::int64_t s = 0; s < 4; ++s) {
+    expect_same_step(first, &of_first, plain_first, s, [&](CalledStack& model) {
+      const bool graphed = &model == &first;
+      CalledStack& other = graphed ? second : plain_second;
+      const at::Tensor loss = loss_of(model, s);
+      StepTensors of_other = train_step(other, graphed ? &of_second : nullptr, [&] { loss_of(other, s).backward(); });
+      loss.backward();
+      return of_other;
+    });
+  }
+  EXPECT_EQ(of_second.report().captures, 0);
+  EXPECT_EQ(of_second.report().eager_calls, 12);
+  for (std::int64_t s = 4; s < 6; ++s) {
+    expect_same_step(second, &of_second, plain_second, s, [&](CalledStack& model) { loss_of(model, s).backward(); });
+  }
+  EXPECT_EQ(of_second.report().captures, 6);
+}
+
 TEST_F(GraphPoolTest, ACaptureAgainThatHasToWaitLeavesTheFormerOne) {
   StackTwins first(device_, 2, pooled());
   StackTwins second(device_, 2, pooled());
