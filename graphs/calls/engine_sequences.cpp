@@ -258,11 +258,17 @@ void EngineSequences::drop_least_used(CallTable& calls, const RecordedCalls& rec
   }
 }
 
+bool EngineSequences::needs_memory_in_use() const {
+  const std::shared_ptr<GraphPool>& pool = resources_.options.graph_options().pool();
+  return (pool != nullptr && GraphMemory::of(*pool, resources_.runtime->device())->pending_beside(nullptr)) ||
+         std::any_of(own_.begin(), own_.end(), [](const auto& holder) {
+           return is_outdated(*holder->sequence) && holder->captured().memory->pending_beside(holder->sequence.get());
+         });
+}
+
 bool EngineSequences::agree(bool mine) {
-  const GraphOptions& options = resources_.options.graph_options();
-  const bool waits = mine && options.pool() != nullptr &&
-                     GraphMemory::of(*options.pool(), resources_.runtime->device())->pending_beside(nullptr);
-  const bool agreed = agree_to_capture(options, mine && !waits) && !waits;  // other ranks ask too
+  const bool waits = mine && needs_memory_in_use();
+  const bool agreed = agree_to_capture(resources_.options.graph_options(), mine && !waits) && !waits;
   postponed_.reset();
   if (mine && !agreed) {
     postponed_ = waits ? EagerCause::shared_memory : EagerCause::not_agreed;

@@ -43,8 +43,8 @@ class EngineSequences {
   /// Captures what `ss::call` recorded, and gives the calls their variants: the calls in the order of the step as one sequence, all others
   /// as one sequence for each microbatch slot. If a capture fails, those before it stay and the rest is tried again.
   void capture_recorded(RecordedCalls& recorded);
-  /// Whether to capture now. `mine`: there is something to capture. Not while another engine's backward needs the memory of
-  /// GraphOptions::pool, and not if GraphOptions::agree_to_capture says no.
+  /// Whether to capture now. `mine`: there is something to capture. Not while a backward that is to come needs the shared memory
+  /// of a capture, and not if GraphOptions::agree_to_capture says no.
   [[nodiscard]] bool agree(bool mine);
   /// If there is something to capture, but not now: why the calls run eagerly in this step.
   [[nodiscard]] std::optional<EagerCause> postponed() const noexcept { return postponed_; }
@@ -81,6 +81,8 @@ class EngineSequences {
  private:
   /// Throws: UsageError if nothing may be captured now.
   void check_capture(const GraphOptions& options) const;
+  /// True if a capture would be made in memory that a backward to come needs.
+  [[nodiscard]] bool needs_memory_in_use() const;
   /// Throws: as `capture`.
   [[nodiscard]] std::shared_ptr<GraphSequence> capture_sequence(const std::vector<CallSpec>& specs, SequenceOrder order,
                                                                 const GraphOptions& options,

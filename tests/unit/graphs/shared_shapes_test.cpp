@@ -379,6 +379,20 @@ TEST_F(SharedShapesOfCallsTest, AStepThatFailsDropsNothing) {
   EXPECT_EQ(eager(), 0);
 }
 
+TEST_F(SharedShapesOfCallsTest, CallsOfRelocatedWeightsRunEagerlyWhileTheirMemoryAwaitsABackward) {
+  begin();
+  expect_plain_steps({16, 16});
+  at::Tensor kept;  // its backward never comes
+  in_step(steps(), [&] { kept = forward(model_, 0, 32).mean(); });
+  relocate(model_);
+  (void)eager();
+  expect_plain_steps({16, 32});
+  EXPECT_EQ(eager(), 2 * kLayers);
+  kept.reset();
+  expect_plain_steps({16, 32});
+  EXPECT_EQ(eager(), 0);
+}
+
 TEST_F(SharedShapesOfCallsTest, WhatOtherCallsCapturedBesideADroppedOneStays) {
   begin_calls(CallOptions().max_captures(1).on_max_captures(OnMaxCaptures::drop_least_used));
   // The last layer sees one shape, whatever the others do.
