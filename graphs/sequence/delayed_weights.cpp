@@ -31,6 +31,12 @@ void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
   }
 }
 
+void GraphSequence::await_failed_weights(std::size_t graph_index, std::unique_lock<std::recursive_mutex>& lock) const {
+  if (pending_.weights().obstacle(graph_index) && delayed_weights_->has_failed()) {
+    pending_.await_weights(graph_index, lock);
+  }
+}
+
 /// Is owned by a callback of a backward(). Autograd runs the callback if the backward() succeeds, and frees it in any case.
 class DelayedWeights::Watch {
  public:

@@ -9,7 +9,6 @@
 #include <c10/util/irange.h>
 
 #include "base/site.h"
-#include "graphs/sequence/delayed_weights.h"
 #include "graphs/sequence/replay_node.h"
 #include "sidestream/error.h"
 
@@ -148,9 +147,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
                      "overwrite what it needs; run that backward first, or capture once for each microbatch in flight");
   }
   const std::size_t graph_index = captured_.order.forward_index(index);
-  if (pending_.weights().obstacle(graph_index) && delayed_weights_->has_failed()) {
-    pending_.await_weights(lock, graph_index);
-  }
+  await_failed_weights(graph_index, lock);
   if (const auto obstacle = pending_.weights().obstacle(graph_index)) {
     captured_.check_turn_of_weights(index, *obstacle, "forward");
     throw UsageError(

@@ -70,7 +70,7 @@ class PendingBackwards {
   }
 
   /// Blocks the host until no delayed gradients forbid a launch of the graph, at most for kEndOfFailed. `lock`: of the mutex.
-  void await_weights(std::unique_lock<std::recursive_mutex>& lock, std::size_t graph_index) const {
+  void await_weights(std::size_t graph_index, std::unique_lock<std::recursive_mutex>& lock) const {
     (void)memory_.settled().wait_for(lock, kEndOfFailed, [&] { return !weights_.obstacle(graph_index); });
   }
 
@@ -194,6 +194,9 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void give_up_later_calls(std::size_t graph_index) noexcept;
   /// The backward of `call` has run, or will not run. Finds which backward is due next.
   void settle_pending(std::size_t call) noexcept;
+  /// If delayed gradients of a backward() that failed forbid a launch of the graph: blocks the host until they are dropped, at most for
+  /// PendingBackwards::kEndOfFailed. `lock`: of the mutex.
+  void await_failed_weights(std::size_t graph_index, std::unique_lock<std::recursive_mutex>& lock) const;
   /// After the backward of `call` was launched.
   void delay_weights(std::size_t call, OutputSet used);
   void settle_weights(std::size_t call) noexcept;
