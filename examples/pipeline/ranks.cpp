@@ -215,15 +215,17 @@ RanksEnd run_ranks(int size) {
 
   RanksEnd end;
   bool interrupted = false;
+  int killed_by = 0;
   std::optional<std::chrono::steady_clock::time_point> failed_at;
   while (processes.any()) {
     const timespec wait{1, 0};
     const int signal = sigtimedwait(&signals, nullptr, &wait);
     if (signal > 0 && signal != SIGCHLD) {
-      if (interrupted && signal != SIGHUP) {  // a terminal that closes sends several
-        processes.signal_all(signal);
-      } else {
+      if (!interrupted) {
         processes.signal_rank(0, signal);
+      } else if (signal != SIGHUP) {  // a terminal that closes sends several
+        processes.signal_all(signal);
+        killed_by = signal;
       }
       interrupted = true;
     }
@@ -236,7 +238,7 @@ RanksEnd run_ranks(int size) {
     }
   }
   pthread_sigmask(SIG_SETMASK, &mask_before, nullptr);
-  return end;
+  return killed_by != 0 ? RanksEnd{kSignalled + killed_by, {}} : end;
 }
 
 }  // namespace pipeline

@@ -27,7 +27,8 @@ struct RankEnvironment {
 
 /// How the ranks ended.
 struct RanksEnd {
-  int code = 0;        ///< the highest exit code of a rank that failed, 0 if none did
+  int code =
+      0;  ///< the highest exit code of a rank that failed, 0 if none did; 128 and a second signal's number if it came
   std::string failed;  ///< the first rank that failed, and how; empty if none did
 };
 

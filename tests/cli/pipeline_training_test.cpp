@@ -166,6 +166,21 @@ TEST(Pipeline, CtrlCEndsAllRanksAfterTheSameStep) {
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "rank 1", result.out);
 }
 
+TEST(Pipeline, ASecondSignalEndsAllRanksAtOnce) {
+  // A step that lasts for seconds: the first signal cannot have ended the ranks when the second comes.
+  Program program(tiny_training(
+      piped(2, {"--steps", "100000", "--layers", "4", "--hidden", "256", "--ffn", "1024", "--seq", "256"})));
+  ASSERT_TRUE(program.wait_for("step   "));
+  program.signal(SIGHUP);
+  program.signal(SIGHUP);  // a terminal that closes sends several
+  ASSERT_TRUE(program.wait_for_error("ends after this step"));
+  program.signal(SIGINT);
+  const ProgramResult result = program.finish();
+  EXPECT_EQ(result.code, 130) << result.signal << result.err;
+  EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "sidestream: rank", result.err);
+  EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "ended by", result.out);
+}
+
 TEST(Pipeline, ARankThatDiesIsNamedByTheOthers) {
   for (const int dying : {0, 2}) {
     Program program(tiny_training(piped(3, {"--steps", "100000", "--graphs", "off"})));

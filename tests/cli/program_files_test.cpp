@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <nlohmann/json.hpp>
 
+#include "eventually.h"
 #include "tests/cli/program.h"
 #include "tests/cli/scratch_folder.h"
 
@@ -47,6 +48,38 @@ TEST(ProgramFiles, ReportAndJournalNeedTwoFiles) {
   const std::string again = (folder.path() / "." / "same").string();
   expect_refusal(tiny_training({"--report", same, "--journal", same, "--check-steps", "2"}), 2, "each its own file");
   expect_refusal(tiny_training({"--report", same, "--journal", again, "--check-steps", "2"}), 2, "each its own file");
+}
+
+TEST(ProgramFiles, ATextThatIsTrainedOnIsNotOverwritten) {
+  const ScratchFolder folder;
+  const std::string text = folder.write("text", std::string(1 << 16, 'a'));
+  expect_refusal(tiny_training({"--text", text, "--report", text}), 2, "--text and --report are both");
+  EXPECT_EQ(ScratchFolder::read(text), std::string(1 << 16, 'a'));
+}
+
+TEST(ProgramFiles, NamesThatAreEmptyAreRefused) {
+  expect_refusal({"train", "--report", ""}, 2, "--report: the name is empty; give a name");
+  expect_refusal({"train", "--dump-graphs", ""}, 2, "--dump-graphs: the name is empty");
+  expect_refusal({"order", "--svg", ""}, 2, "--svg: the name is empty");
+}
+
+TEST(ProgramFiles, StandardOutputThatCannotBeWrittenIsAFailure) {
+  for (const char* argument : {"order", "--help"}) {
+    expect_refusal({argument}, 1, "standard output cannot be written", "exec > /dev/full");
+  }
+}
+
+/// A file that the program opens does not get the number of the closed stream.
+TEST(ProgramFiles, WithAClosedStandardOutputNothingIsPrintedIntoOtherFiles) {
+  const ScratchFolder folder;
+  const auto pipe = folder.path() / "pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  const auto got = folder.path() / "got";
+  const ProgramResult result = run_program(tiny_training({"--steps", "1", "--report", pipe.string()}),
+                                           "cat " + pipe.string() + " > " + got.string() + " & exec >&-");
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_TRUE(testing_model::eventually([&] { return nlohmann::json::accept(ScratchFolder::read(got)); }))
+      << ScratchFolder::read(got);
 }
 
 TEST(ProgramFiles, AFullDiskEndsTheRunWithItsTableAndTheOtherFile) {

@@ -31,6 +31,7 @@ TEST(Program, HelpAndVersionSucceed) {
 
 TEST(Program, WrongUsageExitsWithTwo) {
   expect_refusal({}, 2, "subcommand");
+  expect_refusal({"trian", "--steps", "3"}, 2, "'trian' is no command");
   expect_refusal({"train", "--colour"}, 2, "--colour");
   expect_refusal({"train", "--steps", "many"}, 2, "--steps");
   expect_refusal({"train", "--device", "abacus"}, 2, "--device");

@@ -142,7 +142,7 @@ TEST(SimulateCommand, APictureHasTheWorkTheCopiesAndTheMemoryOfEachRank) {
   EXPECT_EQ(occurrences(line, ","), 1U + 2 * (2 * 12 + 3));
 }
 
-TEST(SimulateCommand, EmptyNumbersAndIntegersBeyondSixtyFourBitsAreRefused) {
+TEST(SimulateCommand, NumbersThatAreEmptyBeyondSixtyFourBitsOrNotDecimalAreRefused) {
   for (const char* option : {"--pp", "--group", "--forward-ms", "--weights-ms", "--offloadable-mib",
                              "--for-weights-mib", "--lag-mib", "--to-host-gbs", "--alone"}) {
     expect_refusal({"simulate", option, ""}, 2, std::string(option) + ": the value is empty; give a number");
@@ -151,6 +151,10 @@ TEST(SimulateCommand, EmptyNumbersAndIntegersBeyondSixtyFourBitsAreRefused) {
     for (const char* value : {"99999999999999999999", "-9223372036854775809"}) {
       expect_refusal({"simulate", std::string(option) + "=" + value}, 2,
                      std::string(option) + ": " + value + " is beyond 64 bits");
+    }
+    for (const char* value : {"010", "-08", "0x4"}) {
+      expect_refusal({"simulate", std::string(option) + "=" + value}, 2,
+                     std::string(option) + ": " + value + " begins with a zero");
     }
   }
 }

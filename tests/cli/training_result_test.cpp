@@ -1,5 +1,6 @@
 #include "tools/cli/training_result.h"
 
+#include <csignal>
 #include <sstream>
 #include <string>
 
@@ -7,6 +8,9 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+
+#include "expect_throws.h"
+#include "sidestream/error.h"
 
 namespace sidestream::cli {
 namespace {
@@ -91,6 +95,20 @@ TEST(ResultTable, WhatTheFirstStepsDoNotMeasureIsNotShownAsZero) {
     EXPECT_TRUE(json.at(key).is_null()) << key << ' ' << json;
   }
   EXPECT_FALSE(json.contains("r_gross")) << json;
+}
+
+TEST(ResultTable, ATrainingThatWasEndedBeforeItsFirstStepHasNoLossAndNoTrace) {
+  TrainingResult result = sample();
+  result.steps_done = 0;
+  EXPECT_THROWS(Error, "no step was traced", (void)result_trace(result));
+  result.signal = SIGINT;
+  const std::string table = result_table(result);
+  EXPECT_TRUE(has_row(table, "train", "-")) << table;
+  EXPECT_TRUE(has_row(table, "in the first steps", "-")) << table;
+  const auto json = nlohmann::json::parse(result_json(result));
+  EXPECT_TRUE(json["train_loss"]["first"].is_null() && json["train_loss"]["last"].is_null()) << json;
+  EXPECT_TRUE(json["modes"].back()["peak_reserved_bytes_first_steps"].is_null()) << json;
+  EXPECT_EQ(result_trace(result), "");
 }
 
 TEST(ResultTable, DifferingGradientsAreNamed) {

@@ -110,14 +110,16 @@ int run(int argc, char** argv) {
       app.add_subcommand("info", "Show devices, versions and the measured copy speed to and from each device");
   app.footer(kFooter);  // a command takes over the footer that is set before it
   for (CLI::App* const command : {train, check, order, simulate}) {
-    check_numbers(*command);
+    check_values(*command);
   }
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& asked) {
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {
-    return complain(std::string(error.what()) + " (sidestream --help lists commands and options)", kUsage);
+    const bool misspelled = app.get_subcommands().empty() && argc > 1 && argv[1][0] != '-';
+    const std::string what = misspelled ? "'" + std::string(argv[1]) + "' is no command" : error.what();
+    return complain(what + " (sidestream --help lists commands and options)", kUsage);
   }
   if (check->parsed()) {
     return cli::check(checked);
@@ -140,7 +142,10 @@ int run_command_line(int argc, char** argv) {
   ShortageNote shortage;
   const c10::WarningUtils::WarningHandlerGuard hearing(&shortage);
   try {
-    return run(argc, argv);
+    const int code = run(argc, argv);
+    const bool lost = std::fflush(stdout) != 0 || std::ferror(stdout) != 0;
+    return lost && code == kSuccess ? complain("standard output cannot be written, and some of it is lost", kFailure)
+                                    : code;
   } catch (const UsageError& error) {
     return complain(error.what(), kUsage);
   } catch (const std::bad_alloc&) {

@@ -15,9 +15,22 @@ namespace {
 /// By their types in the help.
 const std::set<std::string> kIntegers{"N", "K", "R"};
 const std::set<std::string> kOtherNumbers{"MIB", "MS", "GB/S", "PART"};
+const std::set<std::string> kPaths{"FILE", "DIR"};
 
 std::string refuse_empty(const std::string& value) {
   return value.empty() ? "the value is empty; give a number, or leave out the option" : std::string();
+}
+
+std::string refuse_empty_path(const std::string& value) {
+  return value.empty() ? "the name is empty; give a name, or leave out the option" : std::string();
+}
+
+/// CLI11 reads 010 as 8.
+std::string refuse_other_base(const std::string& value) {
+  const std::size_t first = value.find_first_not_of("+-");
+  return first != std::string::npos && value[first] == '0' && first + 1 < value.size()
+             ? value + " begins with a zero; give a decimal number without it"
+             : std::string();
 }
 
 /// `read`: strtoll or strtoull.
@@ -33,7 +46,7 @@ std::string refuse_beyond_unsigned(const std::string& value) { return refuse_bey
 
 }  // namespace
 
-void check_numbers(CLI::App& command) {
+void check_values(CLI::App& command) {
   for (CLI::Option* option : command.get_options()) {
     const std::string type = option->get_type_name();
     const std::string base = type.substr(0, type.find(':'));  // the descriptions of its checks follow
@@ -41,7 +54,11 @@ void check_numbers(CLI::App& command) {
     if (is_integer || kOtherNumbers.count(base) != 0) {
       option->check(refuse_empty);
     }
+    if (kPaths.count(base) != 0) {
+      option->check(refuse_empty_path);
+    }
     if (is_integer) {
+      option->check(refuse_other_base);
       option->check(option->check_lname("seed") ? refuse_beyond_unsigned : refuse_beyond_signed);
     }
   }

@@ -308,8 +308,11 @@ class RankTraining {
         throw Error("the gradients or the trained parameters differ from those of one process (see the table)");
       }
       if (files->trace) {  // last: it throws if no step was traced
-        files->trace->commit(result_trace(result_));
-        print(fmt::format("\n  trace: {}\n", files->trace->path().string()));
+        const std::string trace = result_trace(result_);
+        if (!trace.empty()) {
+          files->trace->commit(trace);
+        }
+        print(trace.empty() ? kNoTrace : fmt::format("\n  trace: {}\n", files->trace->path().string()));
       }
     }
     return result_.signal != 0 ? kSignalled + result_.signal : kSuccess;

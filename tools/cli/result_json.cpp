@@ -62,7 +62,7 @@ Json mode_json(const TrainingResult& result, const ModeResult& mode) {
             {"peak_live_bytes", peak(mode.live)},
             {"peak_allocated_bytes", peak(mode.allocated)},
             {"peak_reserved_bytes", peak(mode.reserved)},
-            {"peak_reserved_bytes_first_steps", mode.first_reserved},
+            {"peak_reserved_bytes_first_steps", mode.first_reserved > 0 ? Json(mode.first_reserved) : Json()},
             {"offloaded_bytes_per_step", mode.offload.bytes_per_step},
             {"in_flight_bytes_at_peak", mode.offload.in_flight},
             {"pinned_host_bytes", mode.offload.pinned_bytes},
@@ -115,6 +115,7 @@ Json syncs_json(const SyncNumbers& syncs) {
 }  // namespace
 
 std::string result_json(const TrainingResult& result) {
+  const auto of_steps = [&](double loss) { return result.steps_done > 0 ? Json(loss) : Json(); };
   Json json{{"program", "sidestream train"},
             {"version", version()},
             {"options", options_json(result.options)},
@@ -129,7 +130,7 @@ std::string result_json(const TrainingResult& result) {
             {"steps_done", result.steps_done},
             {"interrupted", result.signal != 0},
             {"ended_by", result.signal != 0 ? signal_words(result.signal) : ""},
-            {"train_loss", {{"first", result.train.first}, {"last", result.train.last}}},
+            {"train_loss", {{"first", of_steps(result.train.first)}, {"last", of_steps(result.train.last)}}},
             {"held_out_loss", {{"first", result.held_out.first}, {"last", result.held_out.last}}},
             {"modes", Json::array()}};
   if (result.options.pp) {

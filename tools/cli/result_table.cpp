@@ -73,7 +73,8 @@ void append_modes(std::string& out, const TrainingResult& result) {
   }
   row("peak memory reserved",
       [](const ModeResult& mode) { return mode.has_peaks() ? mebibytes(mode.reserved) : kNone; });
-  row("  in the first steps", [](const ModeResult& mode) { return mebibytes(mode.first_reserved); });
+  row("  in the first steps",
+      [](const ModeResult& mode) { return mode.first_reserved > 0 ? mebibytes(mode.first_reserved) : kNone; });
   row("offloaded per step",
       [&](const ModeResult& mode) { return moved(mode) ? mebibytes(mode.offload.bytes_per_step) : kNone; });
   row("  on the device at the peak",
@@ -199,7 +200,8 @@ std::string result_table(const TrainingResult& result) {
                      grouped(options.steps), grouped(options.tokens_per_step()), result.device_name, result.mode, ranks,
                      result.signal != 0 ? fmt::format(" (ended by {})", signal_words(result.signal)) : std::string());
   append_row(out, "loss, nats per byte", {"first", "last"});
-  append_row(out, "  train", {fmt::format("{:.4f}", result.train.first), fmt::format("{:.4f}", result.train.last)});
+  const auto of_steps = [&](double loss) { return result.steps_done > 0 ? fmt::format("{:.4f}", loss) : kNone; };
+  append_row(out, "  train", {of_steps(result.train.first), of_steps(result.train.last)});
   if (!options.pp) {
     append_row(out, "  held out",
                {fmt::format("{:.4f}", result.held_out.first), fmt::format("{:.4f}", result.held_out.last)});

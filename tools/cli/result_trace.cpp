@@ -27,6 +27,9 @@ std::string result_trace(const TrainingResult& result) {
       merged["traceEvents"].push_back(std::move(event));
     }
   }
+  if (process == 0 && result.signal != 0) {
+    return {};
+  }
   if (process == 0) {
     throw Error("--trace: no step was traced; the second step after the latest captures is, so ask for more --steps");
   }

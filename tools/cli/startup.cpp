@@ -50,8 +50,17 @@ rlim_t address_bytes() {
   return count <= 0 ? 0 : std::strtoull(pages, nullptr, 10) * static_cast<rlim_t>(sysconf(_SC_PAGESIZE));
 }
 
+/// A file or socket that gets the number of a closed standard stream would be sent what the program prints.
+void open_standard_streams() {
+  int file = 0;
+  while ((file = open("/dev/null", O_RDWR)) >= 0 && file <= STDERR_FILENO) {
+  }
+  close(file);
+}
+
 void start() {
   std::set_terminate(end_uncaught);
+  open_standard_streams();
   rlimit addresses{};
   if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY &&
       addresses.rlim_cur < address_bytes() + kStartBytes) {

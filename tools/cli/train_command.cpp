@@ -44,10 +44,16 @@ void commit(ReportFile& file, const std::string& text, std::exception_ptr& error
   }
 }
 
-/// An interrupted training may have none.
-void write_trace(ReportFile& file, const TrainingResult& result, std::exception_ptr& error) {
+/// Resets `file` if there is no trace.
+void write_trace(std::optional<ReportFile>& file, const TrainingResult& result, std::exception_ptr& error) {
   try {
-    file.commit(result_trace(result));
+    const std::string trace = result_trace(result);
+    if (trace.empty()) {
+      print(kNoTrace);
+      file.reset();
+    } else {
+      file->commit(trace);
+    }
   } catch (const Error&) {
     error = error == nullptr ? std::current_exception() : error;
   }
@@ -207,7 +213,7 @@ int train(const TrainingOptions& options) {
     commit(*report, result_json(result), unwritten);
   }
   if (trace) {
-    write_trace(*trace, result, unwritten);
+    write_trace(trace, result, unwritten);
   }
   if (unwritten != nullptr) {
     std::rethrow_exception(unwritten);

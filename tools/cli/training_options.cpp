@@ -318,7 +318,14 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
 }
 
 void validate_files(const TrainingOptions& options) {
-  require_own_files({{"--report", options.report}, {"--journal", options.journal}, {"--trace", options.trace}});
+  const std::vector<NamedFile> outputs{
+      {"--report", options.report}, {"--journal", options.journal}, {"--trace", options.trace}};
+  require_own_files(outputs);
+  for (const std::filesystem::path& text : options.text) {
+    for (const NamedFile& output : outputs) {
+      require_own_files({{"--text", text}, output});
+    }
+  }
   if (!options.trace.empty() && options.graphs_step()) {
     throw UsageError(
         "--trace shows the graphs of layers, but --graphs step captures one for the whole step; leave out "

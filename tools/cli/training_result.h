@@ -102,9 +102,11 @@ struct TrainingResult {
 
 /// The closing table, ends with a newline.
 [[nodiscard]] std::string result_table(const TrainingResult& result);
-/// The traced steps of all modes in one file of the Trace Event Format, a process for each. Throws: Error if no mode has one.
+/// The traced steps of all modes in one file of the Trace Event Format, a process for each. Empty if a signal ended the training before a
+/// step was traced. Throws: Error if no step was traced without that.
 [[nodiscard]] std::string result_trace(const TrainingResult& result);
-/// The closing table as JSON text, with bytes, seconds and nats as plain numbers. A time or a peak that was not measured is null.
+inline constexpr const char* kNoTrace = "\n  no trace: the training was ended before a step was traced\n";
+/// The closing table as JSON text, with bytes, seconds and nats as plain numbers. What was not measured is null.
 [[nodiscard]] std::string result_json(const TrainingResult& result);
 
 }  // namespace sidestream::cli
