@@ -18,6 +18,15 @@ SequenceStep OrderLog::forward(std::size_t call, const std::vector<std::size_t>&
   return {call, microbatch, Direction::backward};
 }
 
+void OrderLog::ran(std::size_t call, bool forward_only) {
+  const std::lock_guard lock(mutex_);
+  if (!forward_only) {
+    std::erase(order_.forward_only, call);
+  } else if (runs_[call] == 1) {
+    order_.forward_only.push_back(call);
+  }
+}
+
 void OrderLog::forget(const SequenceStep& backward) {
   const std::lock_guard lock(mutex_);
   std::erase(order_.steps, SequenceStep{backward.call, backward.microbatch, Direction::forward});
@@ -64,6 +73,11 @@ RecordedOrder OrderLog::part_of(const std::vector<std::size_t>& among) const {
     for (const auto& [a, b] : order_.connected) {
       if (const auto first = number_of(a), second = number_of(b); first && second) {
         part.connected.emplace_back(*first, *second);
+      }
+    }
+    for (const std::size_t call : order_.forward_only) {
+      if (const auto number = number_of(call)) {
+        part.forward_only.push_back(*number);
       }
     }
   }

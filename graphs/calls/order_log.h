@@ -15,6 +15,8 @@ class OrderLog {
  public:
   /// A forward of `call` begins; it was computed from the calls `from`. Returns what `backward` is to be given.
   SequenceStep forward(std::size_t call, const std::vector<std::size_t>& from);
+  /// That forward ran. `forward_only`: none of its outputs needs a gradient.
+  void ran(std::size_t call, bool forward_only);
   /// That forward threw: it is as if it had not begun.
   void forget(const SequenceStep& backward);
   /// The backward of a call begins, on the thread that runs it.

@@ -314,6 +314,7 @@ void RecordedCalls::ran(std::size_t call, const detail::TensorBuffer& outputs) {
       watched.push_back(std::move(node));
     }
   }
+  log_->ran(call, watched.empty());
   const auto watch = std::make_shared<BackwardWatch>(flight.backward, rest_, type, log_, flight.backward_step);
   for (const auto& node : watched) {
     node->add_pre_hook(std::make_unique<NodeWatch>(watch));

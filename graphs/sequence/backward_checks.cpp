@@ -157,10 +157,10 @@ void CapturedSequence::check_order_of_backward(std::size_t index, const PendingR
   }
   if (const auto delayed = weights.obstacle(graph_index)) {
     check_turn_of_weights(index, *delayed, "backward");
-    throw UsageError(describe(index) + ": its backward would overwrite what the delayed weight gradients of " +
-                     describe(*delayed) +
-                     " are computed from, because the step's order has these before this backward; call backward_dw in "
-                     "that order, or give step() the order that runs");
+    throw UsageError(
+        describe(index) + ": its backward would overwrite what the delayed weight gradients of " + describe(*delayed) +
+        " are computed from, because the recorded step had these before this backward; call backward_dw in "
+        "that order, give step() the order that runs, or call OffloadEngine::reset to record it again");
   }
 }
 

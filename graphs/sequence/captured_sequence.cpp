@@ -75,7 +75,7 @@ void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const 
         describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
         "; run forwards and backwards in the order that OffloadEngine::step was given, and each backward "
         "to its end before the next one begins, or give step() the order that runs. If that call is of a step that "
-        "failed, drop its outputs");
+        "failed, drop its outputs. If the first step with that order ran in another one, call OffloadEngine::reset");
   }
   if (!calls[call].spec.chunk.empty()) {
     throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +

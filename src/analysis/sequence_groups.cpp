@@ -69,18 +69,18 @@ std::vector<SequenceStep> whole_runs(const std::vector<SequenceStep>& steps) {
 
 std::vector<std::vector<std::size_t>> sequence_groups(std::size_t calls, const RecordedOrder& recorded) {
   const std::vector<SequenceStep> steps = whole_runs(recorded.steps);
-  std::vector<bool> has_backward(calls);
-  for (const SequenceStep& step : steps) {
-    has_backward[step.call] = true;
+  std::vector<bool> forward_only(calls);
+  for (const std::size_t call : recorded.forward_only) {
+    forward_only[call] = true;
   }
   Components components(calls);
   for (const auto& [a, b] : recorded.connected) {
     components.join(a, b);
   }
   const auto first =
-      static_cast<std::size_t>(std::find(has_backward.begin(), has_backward.end(), true) - has_backward.begin());
+      static_cast<std::size_t>(std::find(forward_only.begin(), forward_only.end(), false) - forward_only.begin());
   for (std::size_t call = 0; call < calls; ++call) {
-    if (!has_backward[call]) {
+    if (forward_only[call]) {
       components.join(call, call > first ? call - 1 : std::min(first, calls - 1));
     }
   }

@@ -27,12 +27,20 @@ TEST(SequenceGroupsTest, CallsThatAutogradDoesNotConnectAreSequencesOfTheirOwn) 
   EXPECT_EQ(sequence_groups(3, crossed), (Groups{{0, 2}, {1}}));
 }
 
-TEST(SequenceGroupsTest, ACallWithoutABackwardJoinsTheCallBeforeIt) {
-  const RecordedOrder frozen_first{{forward(0), forward(1), forward(2), backward(2)}, {}};
+TEST(SequenceGroupsTest, ACallThatNoBackwardCanReachJoinsTheCallBeforeIt) {
+  const RecordedOrder frozen_first{{forward(0), forward(1), forward(2), backward(2)}, {}, {0, 1}};
   EXPECT_EQ(sequence_groups(3, frozen_first), (Groups{{0, 1, 2}})) << "the first calls are frozen";
-  const RecordedOrder evaluation{{forward(0), forward(1), forward(2)}, {}};
+  const RecordedOrder evaluation{{forward(0), forward(1), forward(2)}, {}, {0, 1, 2}};
   EXPECT_EQ(sequence_groups(3, evaluation), (Groups{{0, 1, 2}}));
-  EXPECT_EQ(sequence_groups(1, {{forward(0)}, {}}), (Groups{{0}}));
+  EXPECT_EQ(sequence_groups(1, {{forward(0)}, {}, {0}}), (Groups{{0}}));
+}
+
+TEST(SequenceGroupsTest, ACallThatRanNoBackwardIsOnlyWithThoseThatAutogradConnects) {
+  const RecordedOrder last_unused{{forward(0), forward(1), forward(2), backward(1), backward(0)}, {{0, 1}, {1, 2}}};
+  EXPECT_EQ(sequence_groups(3, last_unused), (Groups{{0, 1, 2}}));
+  const RecordedOrder second_skipped{{forward(0), forward(1), backward(0)}, {}};
+  EXPECT_EQ(sequence_groups(2, second_skipped), (Groups{{0}, {1}})) << "a later step may run it at any time";
+  EXPECT_EQ(sequence_groups(2, {{forward(0), forward(1)}, {}}), (Groups{{0}, {1}})) << "the whole batch was skipped";
 }
 
 TEST(SequenceGroupsTest, ConnectedCallsPartIfTheirSequenceCouldNotReplayTheRecordedOrder) {

@@ -226,6 +226,27 @@ TEST_F(ChangedOrderTest, ACallThatHadNoBackwardWhenItWasRecordedDelaysNoOther) {
   expect_same_step(model_, &engine, plain_, 9, with_last);
 }
 
+/// Two towers with a loss each: that of the second one is used from a later step on, before or after that of the first one.
+TEST_F(ChangedOrderTest, ACallThatNothingConnectsMayRunItsFirstBackwardAtAnyTime) {
+  for (const bool second_first : {false, true}) {
+    OffloadEngine engine(model_, options());
+    const auto towers = [&](CalledStack& model, std::int64_t s) {
+      at::Tensor first = model.run_layer(0, rows(s, device_)).square().mean();
+      at::Tensor second = model.run_layer(1, rows(s, device_, 1)).square().mean();
+      if (second_first) {
+        std::swap(first, second);
+      }
+      if (s != 0) {  // the first batch is skipped
+        first.backward();
+      }
+      if (s >= 3) {
+        second.backward();
+      }
+    };
+    expect_replays(engine, 6, towers);
+  }
+}
+
 TEST_F(ChangedOrderTest, AForwardThatWouldOverwriteRunsEagerlyOrIsRecorded) {
   OffloadEngine engine(model_, options());
   Pipeline mine(model_, device_, {{0, 1}, {2}});
