@@ -105,8 +105,9 @@ void StoreBackend::wait_for(const std::string& key, int from) {
       }
     }
     if (now - begin > limit_) {
-      const std::string reason = c10::str("rank ", silent_rank(from), " has sent nothing for ", limit_.count() / 1000.0,
-                                          " s; it has ended, or it computes for longer than the time limit");
+      const std::string reason =
+          c10::str("rank ", silent_rank(from), " has sent nothing for ", limit_.count() / 1000.0,
+                   " s; it was not started, it has ended, or it computes for longer than the time limit");
       fail(reason);
       C10_THROW_ERROR(DistBackendError, reason);
     }

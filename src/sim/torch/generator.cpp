@@ -78,8 +78,8 @@ at::CPUGeneratorImpl& cpu_impl_of(const at::Generator& generator) {
 }  // namespace
 
 const at::Generator& default_generator() {
-  static const auto* const generator =
-      new at::Generator(at::make_generator<Generator>(at::detail::createCPUGenerator(c10::default_rng_seed_val)));
+  static const auto* const generator = new at::Generator(at::make_generator<Generator>(
+      at::detail::createCPUGenerator(at::detail::getDefaultCPUGenerator().current_seed())));
   return *generator;
 }
 

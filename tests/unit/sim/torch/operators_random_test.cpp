@@ -1,3 +1,5 @@
+#include <cstdlib>
+
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <torch/library.h>
@@ -116,6 +118,19 @@ TEST(SimGenerator, TakingDrawsMovesTheDefaultGeneratorOn) {
   EXPECT_TRUE(same_bits(expected, at::rand({4}, on(device))));
   sim::set_default_state(taken);
   EXPECT_TRUE(same_bits(skipped, at::rand({1000}, on(device))));
+}
+
+/// A trainer seeds first, and names its device later.
+TEST(SimGeneratorDeathTest, TakesTheSeedOfBeforeItsDeviceIsUsed) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own, in which nothing has used the device
+  EXPECT_EXIT(
+      {
+        at::manual_seed(7);
+        const at::Tensor drawn = at::rand({4}, on(sidestream::test::sim()));
+        at::manual_seed(7);
+        std::_Exit(same_bits(drawn, at::rand({4}, on(sidestream::test::sim()))) ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 at::Tensor add_noise(const at::Tensor& x) { return x + at::rand_like(x); }
