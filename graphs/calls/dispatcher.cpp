@@ -35,9 +35,10 @@ bool equals_its_copy(const detail::CallRequest& request) {
 }  // namespace
 
 Dispatcher::Route Dispatcher::route(const CallSite& site) const {
-  // A callable replays also outside of steps and inside of recorded calls. A capture cannot launch its graphs.
+  // A callable replays also outside of steps and inside of recorded calls. A capture cannot launch its graphs. A graphed step asks autograd
+  // for gradients, and gradients that graphs add or delay are not part of the answer.
   const bool may_replay = site.kind == CallSite::Kind::callable
-                              ? context_.phase() != CallContext::Phase::capturing
+                              ? context_.phase() < CallContext::Phase::plain
                               : site.kind == CallSite::Kind::graphed && context_.phase() == CallContext::Phase::open;
   if (!may_replay) {
     return Route::scope;
@@ -72,8 +73,7 @@ void Dispatcher::dispatch(CallSite& site, const detail::CallRequest& request, de
     case Route::scope:
       if (request.prepare != nullptr) {
         throw UsageError("graphed step \"" + site.scope->name +
-                         "\": it was called in the body of a call that is being captured; call it outside of graphed "
-                         "calls");
+                         "\": it was called in the body of a graphed call or step; call it outside of them");
       }
       run_eagerly(site, request, outputs);
       break;
@@ -113,8 +113,9 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  const bool in_capture = context_.phase() == CallContext::Phase::capturing;
-  site.eager_runs_without_dw += at::GradMode::is_enabled() && !in_capture ? 1 : 0;
+  const bool graphed_step = request.prepare != nullptr;
+  const CallContext::Enter in_body(context_, graphed_step ? CallContext::Phase::plain : context_.phase());
+  site.eager_runs_without_dw += at::GradMode::is_enabled() && context_.phase() < CallContext::Phase::plain ? 1 : 0;
   if (site.kind == CallSite::Kind::graphed && at::GradMode::is_enabled()) {
     latest_ = nullptr;
   }

@@ -77,7 +77,7 @@ void EngineState::mark_not_offload(const at::Tensor& tensor) {
 
 void EngineState::refuse_in_call(const char* what) const {
   refuse_inside(what);
-  if (context_.phase() == CallContext::Phase::inside_graphed_call) {
+  if (context_.inside_body()) {
     throw UsageError(std::string(what) +
                      " was called inside of a graphed call, and replays would not run it; call it around the call");
   }

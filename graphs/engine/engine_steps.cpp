@@ -106,7 +106,7 @@ void EngineState::end_step(bool failed) {
   failed_ = failed;
   StepSession& step = *step_;
   step.leave_thread();
-  context_.leave_graphed_call();
+  context_.leave_body();
   if (verification_ != nullptr) {
     verification_->end_step();
   }

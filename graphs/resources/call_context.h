@@ -14,7 +14,8 @@ class CallContext {
   enum class Phase : std::uint8_t {
     open,                 ///< a call may be recorded or replayed
     inside_graphed_call,  ///< the body of a recorded call runs: calls inside it are scopes only
-    capturing,            ///< bodies run for a capture: the same, also of callables
+    plain,                ///< a graphed step or a verified call runs eagerly: the same, also of callables
+    capturing,            ///< bodies run for a capture: likewise
   };
 
   explicit CallContext(EngineState& engine) noexcept : engine_(engine) {}
@@ -23,8 +24,12 @@ class CallContext {
   ~CallContext() = default;
 
   [[nodiscard]] Phase phase() const noexcept { return phase_; }
-  /// A step that ends inside of a recorded call: the next one begins outside.
-  void leave_graphed_call() noexcept { phase_ = phase_ == Phase::inside_graphed_call ? Phase::open : phase_; }
+  /// A body runs eagerly in which calls are scopes only.
+  [[nodiscard]] bool inside_body() const noexcept {
+    return phase_ == Phase::inside_graphed_call || phase_ == Phase::plain;
+  }
+  /// A step that ends inside of a body: the next one begins outside.
+  void leave_body() noexcept { phase_ = inside_body() ? Phase::open : phase_; }
   /// The engine whose step or capture runs on the calling thread, or null.
   [[nodiscard]] static EngineState* active() noexcept { return ThreadStack<EngineState>::top(); }
 

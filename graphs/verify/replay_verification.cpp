@@ -82,7 +82,7 @@ bool ReplayVerification::takes_turn(Turns& turns) {
 std::shared_ptr<VerifiedCall> ReplayVerification::run_eagerly(GraphSequence& sequence, std::size_t call,
                                                               const detail::CallRequest& request) {
   const Names names = names_of(model_);
-  const CallContext::Enter inside(context_, CallContext::Phase::inside_graphed_call);
+  const CallContext::Enter inside(context_, CallContext::Phase::plain);
   const CapturedCall& captured = sequence.captured().calls[call];
   auto delayed = [of = sequence.weak_from_this(), call] {
     const std::shared_ptr<GraphSequence> alive = of.lock();  // the replay's node, which asks, owns the sequence

@@ -1,5 +1,7 @@
 // What a whole step leaves behind, and what it keeps: tensors of modules, versions, gradients, journals, verification.
 #include <algorithm>
+#include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -14,7 +16,9 @@
 #include "eventually.h"
 #include "expect_throws.h"
 #include "sidestream/error.h"
+#include "sidestream/graphed_callable.h"
 #include "sidestream/owning.h"
+#include "unit/graphs/called_stack.h"
 #include "unit/graphs/graphed_step_fixture.h"
 
 namespace sidestream::testing_model {
@@ -45,6 +49,72 @@ class WholeStepStateTest : public testing::Test {
 
   c10::Device device_ = find_device("sim");
 };
+
+/// Its layers are graphed calls, or callables once there are some.
+class StackOfCallables : public CalledStack {
+ public:
+  using CalledStack::CalledStack;
+  static Tensors loss(StackOfCallables& stack, const Tensors& inputs) {
+    at::Tensor h = inputs[0];
+    for (std::size_t i = 0; i < stack.layers->size(); ++i) {
+      h = stack.callables.empty() ? stack.run_layer(i, h) : stack.callables[i]({h})[0];
+    }
+    return {h.square().mean()};
+  }
+  std::vector<GraphedCallable> callables;
+};
+
+struct LayersInAStep {
+  GradientPolicy policy;
+  bool callables;
+};
+
+/// Autograd is asked for the gradients of a whole step. Gradients that a graph adds or delays would be missing.
+class LayersInAStepTest : public testing::TestWithParam<LayersInAStep> {};
+
+TEST_P(LayersInAStepTest, ReplayBesideTheStepButNotInIt) {
+  const c10::Device device = find_device("sim");
+  const auto model = std::make_shared<StackOfCallables>(device);
+  const auto plain = std::make_shared<StackOfCallables>(device);
+  const GraphOptions options = GraphOptions().gradients("**", GetParam().policy);
+  Options of_engine = Options(device).min_bytes(256).graph_options(options);
+  OffloadEngine engine(*model, GetParam().callables ? of_engine : of_engine.graph("layers.*"));
+  if (GetParam().callables) {
+    std::vector<Callable> layers;
+    for (std::size_t i = 0; i < model->layers->size(); ++i) {
+      layers.emplace_back(
+          "layers." + std::to_string(i),
+          [](Mlp& layer, const Tensors& in) -> Tensors { return {layer.forward(in[0])}; }, model->layers->ptr<Mlp>(i));
+    }
+    std::vector<std::vector<Sample>> samples(layers.size(), {Sample(rows(50, device).requires_grad_(true))});
+    samples[0] = {Sample(rows(50, device))};
+    model->callables = make_graphed_callables(engine, std::move(layers), samples, options);
+  }
+  GraphedStep step = make_graphed_step(engine, Callable("step", &StackOfCallables::loss, model), {{rows(51, device)}});
+  const auto run = [&](StackOfCallables& stack, std::int64_t s) {
+    const bool graphed = &stack == model.get();
+    if (s >= 3 && graphed) {
+      stack.layers->at<Mlp>(2).train(s != 4);  // another flag than in the capture: the step runs eagerly
+      (void)step({{rows(s, device)}});
+      stack.train();
+      return;
+    }
+    StackOfCallables::loss(stack, {rows(s, device)})[0].backward();
+    if (graphed) {
+      engine.backward_dw();
+    }
+  };
+  for (std::int64_t s = 0; s < 6; ++s) {
+    expect_same_step(*model, &engine, *plain, s, [&](StackOfCallables& stack) { run(stack, s); });
+  }
+  model->callables.clear();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Policies, LayersInAStepTest,
+    testing::Values(LayersInAStep{GradientPolicy::cloned, false}, LayersInAStep{GradientPolicy::accumulated, false},
+                    LayersInAStep{GradientPolicy::delayed, false}, LayersInAStep{GradientPolicy::owned, true},
+                    LayersInAStep{GradientPolicy::accumulated, true}, LayersInAStep{GradientPolicy::delayed, true}));
 
 /// Keeps what its forward made in a member.
 class StepKeepingModel : public torch::nn::Module {
