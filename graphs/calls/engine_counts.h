@@ -71,6 +71,8 @@ class EngineCounts {
   void replayed(const GraphSequence::Counts& counts);
   /// A whole sizing step, after its `step_ended`; `peak_without_offload`: see SizingPeak.
   void sizing_ended(const SavedTensorRecorder& recorder, std::int64_t peak_without_offload);
+  /// That step has left so much memory behind, beside gradients.
+  void left_by_sizing(std::int64_t bytes) noexcept { counted_.sizing_peak_bytes += bytes; }
   /// In the latest sizing step: the bytes of tensors that stay because their storages are small.
   void small_storages(std::uint64_t bytes) noexcept { small_bytes_ = static_cast<std::int64_t>(bytes); }
   [[nodiscard]] std::int64_t small_bytes() const noexcept { return small_bytes_; }

@@ -105,6 +105,8 @@ class EngineState {
   void forget_captures();
   /// All that is captured or planned between the sizing pass and a step that follows it.
   void make_ready();
+  /// Live bytes, without samples for captures, and as if each parameter had its gradient.
+  [[nodiscard]] std::int64_t lasting_bytes() const;
   /// At a step's end. Throws: UsageError if weight gradients are delayed still. They are dropped.
   void refuse_missing_weights(bool failed);
   /// The current stream waits for the copies of all sequences. Returns the counts of the step.
@@ -125,7 +127,8 @@ class EngineState {
   std::unique_ptr<ReplayVerification> verification_;  ///< null if no replay is verified
   Dispatcher dispatcher_;
   StepMemory memory_;
-  std::optional<StepSession> step_;  ///< empty between steps
+  std::optional<StepSession> step_;                    ///< empty between steps
+  std::optional<std::int64_t> lasting_before_sizing_;  ///< until the next step begins
   bool making_ready_ = false;
   std::mutex kept_;  ///< a step may be left on another thread than the next begins on
   bool step_was_abandoned_ = false;

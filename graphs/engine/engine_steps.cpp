@@ -1,5 +1,6 @@
 // The begin and the end of a step.
 #include <exception>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -9,6 +10,7 @@
 
 #include "graphs/engine/engine_state.h"
 #include "offload/kept_failure.h"
+#include "runtime/live_memory.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -55,7 +57,12 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
   calls_.begin_step();
   resources_.exclusions.refresh_parameters();
   resources_.check.begin_step(counts_.steps());
-  if (eager_plan_.state() != EagerPlan::State::unsized) {
+  if (eager_plan_.state() == EagerPlan::State::unsized) {
+    lasting_before_sizing_ = lasting_bytes();
+  } else {
+    if (const auto before = std::exchange(lasting_before_sizing_, std::nullopt)) {
+      counts_.left_by_sizing(lasting_bytes() - *before);
+    }
     making_ready_ = true;
     try {
       make_ready();
@@ -82,6 +89,12 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     close_step(/*failed=*/true);  // the caller gets no Step that would
     throw;
   }
+}
+
+std::int64_t EngineState::lasting_bytes() const {
+  Runtime& runtime = *resources_.runtime;
+  return LiveMemory::of(runtime.device()).use(runtime).live + resources_.exclusions.gradient_bytes() -
+         static_cast<std::int64_t>(recorded_.kept_bytes());
 }
 
 void EngineState::make_ready() {

@@ -103,8 +103,9 @@ struct SIDESTREAM_API Report {
   std::int64_t graph_bytes = 0;
   /// The same growth during the warm-ups: kernels and libraries are loaded then. Eager steps would load them too.
   std::int64_t warm_up_bytes = 0;
-  /// A lower bound of the peak of MemoryUse::live that the first step would have had without offload.
-  /// It is computed from live and offloaded bytes. Without offload it equals `first_step_peak_bytes`.
+  /// A lower bound of the peak of MemoryUse::live that a step would have without offload.
+  /// It is computed from live and offloaded bytes of the first step. From the second step on it includes what the first one left behind,
+  /// beside gradients: most of all the state of the optimizer.
   std::int64_t sizing_peak_bytes = 0;
   std::int64_t first_step_peak_bytes = 0;  ///< peak of MemoryUse::live in the first step
   /// Peak of MemoryUse::live in the latest step, measured in that step or in an earlier step like it. A step is measured after each

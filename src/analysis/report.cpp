@@ -156,7 +156,7 @@ void Report::print(std::ostream& out) const {
   row(out, "grew on the device, not seen by the engine", mebibytes(unseen_bytes));
   row(out, "pinned host memory (requested)", mebibytes(pinned_bytes) + " (" + mebibytes(pinned_requested_bytes) + ")");
   row(out, "pinned allocations after planning", std::to_string(pinned_allocations_after_planning));
-  row(out, "peak of live memory, first step, no offload", mebibytes(sizing_peak_bytes));
+  row(out, "peak of live memory, no offload", mebibytes(sizing_peak_bytes));
   row(out, "peak of live memory, first step", mebibytes(first_step_peak_bytes));
   row(out, "peak of live memory, latest step", mebibytes(step_peak_bytes));
   if (offloaded_bytes > 0) {

@@ -8,6 +8,7 @@
 #include "memory/storage_view.h"
 #include "offload/weight_casts.h"
 #include "runtime/composite.h"
+#include "runtime/live_memory.h"
 #include "runtime/replayed_memory.h"
 
 namespace sidestream {
@@ -110,7 +111,7 @@ std::int64_t Exclusions::gradient_bytes() const {
   std::int64_t bytes = 0;
   for (const at::Tensor& parameter : parameters_) {
     if (parameter.requires_grad() && !parameter.grad().defined()) {
-      for_each_part(parameter, [&](const at::Tensor& part) { bytes += static_cast<std::int64_t>(part.nbytes()); });
+      for_each_part(parameter, [&](const at::Tensor& part) { bytes += allocated_bytes(part.nbytes()); });
     }
   }
   return bytes;

@@ -46,7 +46,7 @@ class Exclusions {
   bool refresh_parameters();
   /// Bytes of the storages of registered parameters and buffers.
   [[nodiscard]] std::uint64_t registered_bytes() const;
-  /// Bytes of the gradients that registered parameters will have and do not yet.
+  /// What the gradients will take that registered parameters will have and do not yet.
   [[nodiscard]] std::int64_t gradient_bytes() const;
   /// The registered parameters and buffers that lie in `storage`: several if they are parts of one buffer.
   [[nodiscard]] std::vector<at::Tensor> registered_in(const c10::Storage& storage) const;

@@ -5,15 +5,6 @@
 #include "offload/saved_storage.h"
 
 namespace sidestream {
-namespace {
-
-std::int64_t allocated_bytes(const SavedStorage& saved) {
-  constexpr std::size_t kBlock = 512;  // what LibTorch's allocators count in
-  return static_cast<std::int64_t>((saved.bytes + kBlock - 1) / kBlock * kBlock);
-}
-
-}  // namespace
-
 SizingPeak::SizingPeak(Runtime& runtime) : runtime_(&runtime), step_(runtime), since_look_(std::in_place, runtime) {}
 
 void SizingPeak::released(const std::shared_ptr<SavedStorage>& saved) {
@@ -30,9 +21,9 @@ std::int64_t SizingPeak::count() {
     const bool on_device = saved->place != SavedStorage::Place::host;
     const bool in_program = !released.memory.expired();
     if (on_device && in_program) {  // without offload it would be there once
-      away -= allocated_bytes(*saved);
+      away -= allocated_bytes(saved->bytes);
     } else if (!on_device && !in_program) {
-      away += allocated_bytes(*saved);
+      away += allocated_bytes(saved->bytes);
     }
     return false;
   });

@@ -1,5 +1,6 @@
 #pragma once
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -9,6 +10,12 @@
 #include "runtime/runtime.h"
 
 namespace sidestream {
+
+/// What a tensor of so many bytes takes, as LibTorch's allocators count.
+[[nodiscard]] constexpr std::int64_t allocated_bytes(std::size_t bytes) noexcept {
+  constexpr std::size_t kBlock = 512;
+  return static_cast<std::int64_t>((bytes + kBlock - 1) / kBlock * kBlock);
+}
 
 /// Live memory of one device at one moment: the bytes that LibTorch's allocator counts as allocated, and what captured graphs use of
 /// their pools beyond that.

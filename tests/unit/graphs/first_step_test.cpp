@@ -11,6 +11,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
 
 #include "call_fixture.h"
 #include "expect_throws.h"
@@ -67,6 +68,27 @@ TEST_P(FirstStepTest, TheReportStillTellsThePeakWithoutOffload) {
   EXPECT_EQ(with.step_peak_bytes, with.first_step_peak_bytes);
   EXPECT_EQ(with.unseen_bytes, without.unseen_bytes);
   EXPECT_EQ(with.saved_bytes, without.saved_bytes);
+}
+
+/// The optimizer makes its state after the peak of the first step.
+TEST_P(FirstStepTest, ThePeakWithoutOffloadIncludesTheOptimizersState) {
+  const auto after_steps = [&](const Options& options) {
+    BlockModel model(BlockModel::Shape{});
+    model.to(device_);
+    OffloadEngine engine(model, options);
+    torch::optim::AdamW optimizer(model.parameters());
+    for (std::int64_t s = 0; s < 4; ++s) {
+      in_step(&engine, [&] {
+        optimizer.zero_grad();  // those of the step before are there when the step begins
+        model.loss_of(s).backward();
+      });
+      optimizer.step();
+    }
+    return engine.report();
+  };
+  const Report without = after_steps(options().host_cap(0));
+  EXPECT_GT(without.step_peak_bytes, without.first_step_peak_bytes);
+  expect_close_bound(after_steps(options()).sizing_peak_bytes, without.step_peak_bytes);
 }
 
 TEST_P(FirstStepTest, AfterItNoMoreIsPinnedThanThePlanNeeds) {

@@ -325,9 +325,10 @@ TEST_F(SavedComposites, PartsMayBeInferenceTensors) {
 TEST_F(SavedComposites, ASparseParameterHasBytes) {
   const at::Tensor leaf = sparse().requires_grad_(true);
   exclusions_.set_parameters({leaf});
-  const std::int64_t bytes = static_cast<std::int64_t>(leaf._indices().nbytes() + leaf._values().nbytes());
-  EXPECT_EQ(exclusions_.gradient_bytes(), bytes);
-  EXPECT_EQ(static_cast<std::int64_t>(exclusions_.registered_bytes()), bytes);
+  const std::size_t indices = leaf._indices().nbytes();
+  const std::size_t values = leaf._values().nbytes();
+  EXPECT_EQ(exclusions_.gradient_bytes(), allocated_bytes(indices) + allocated_bytes(values));
+  EXPECT_EQ(exclusions_.registered_bytes(), indices + values);
 }
 
 }  // namespace
