@@ -18,6 +18,15 @@ TEST(VerifyReplays, TheTableAndTheReportSayHowManyReplaysWereCompared) {
   EXPECT_TRUE(json["gradients"]["bit_equal"].get<bool>());
 }
 
+TEST(VerifyReplays, TheEnvironmentAsksForTheChecksOfTheTrainedSteps) {
+  const auto [out, json] = trained({"--steps", "6", "--layers", "2", "--compare"},
+                                   "export SIDESTREAM_VERIFY_REPLAYS=2 SIDESTREAM_CHECK_STEPS=3");
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "verified: 4 replays compared", out);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "operations of the first 3 steps", out);
+  EXPECT_EQ(json["options"]["verify_replays"], 2);
+  EXPECT_EQ(json["options"]["check_steps"], 3);
+}
+
 TEST(VerifyReplays, WhatMakesNoSenseIsRefused) {
   expect_refusal({"train", "--verify-replays", "-1"}, 2, "--verify-replays is -1");
   expect_refusal({"train", "--verify-replays", "some"}, 2, "--verify-replays");

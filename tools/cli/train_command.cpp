@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <optional>
@@ -159,6 +160,8 @@ void measure_modes(const TrainingOptions& options, c10::Device device, const Tex
   TrainingOptions unchecked = options;
   unchecked.check_steps = 0;
   unchecked.verify_replays = 0;
+  unsetenv("SIDESTREAM_CHECK_STEPS");  // an engine that is told 0 asks the environment
+  unsetenv("SIDESTREAM_VERIFY_REPLAYS");
   for (const TrainingMode mode : measured_modes(trained)) {
     if (interrupt.requested()) {
       break;

@@ -290,12 +290,14 @@ void declare_training_options(CLI::App& command, TrainingOptions& options) {
           "--check-steps", options.check_steps,
           "Record the stream operations of the first N steps and report memory accesses that nothing orders; 0: off")
       ->type_name("N")
+      ->envname("SIDESTREAM_CHECK_STEPS")
       ->capture_default_str();
   command
       .add_option("--verify-replays", options.verify_replays,
                   "Repeat the first N replays of each layer eagerly, and then one in a hundred; fail if outputs or "
                   "gradients differ (--graphs step: if losses differ); 0: off")
       ->type_name("N")
+      ->envname("SIDESTREAM_VERIFY_REPLAYS")
       ->capture_default_str();
   command
       .add_flag("--find-syncs", options.find_syncs,
