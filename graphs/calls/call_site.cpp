@@ -174,8 +174,9 @@ void warn_of_bound(CallSite& site, bool in_flight) {
       "Sidestream: ", describe(site), " needs more than the ", bound,
       " captures that CallOptions::max_captures allows (",
       in_flight ? "microbatches in flight"
-                : "new argument values, shapes, modes or gradient flags, or more calls in flight",
-      "). From now on it runs eagerly when no capture matches; raise the bound, or pass fewer shapes and values");
+                : "new argument values, modules, shapes, modes or gradient flags, or more calls in flight",
+      "). From now on it runs eagerly when no capture matches; raise the bound, pass fewer shapes and values, or give "
+      "the calls of other layers names of their own");
 }
 
 void warn_of_equality(CallSite& site) {

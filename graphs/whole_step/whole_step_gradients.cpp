@@ -40,7 +40,7 @@ void refuse_foreign(const std::string& name, const WholeStepBody::Target& target
       !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
     throw UsageError("graphed step \"" + name +
                      "\": the .grad of a parameter is not the tensor that its graph adds into, and other code holds a "
-                     "reference to it; set .grad to none, or zero it in place");
+                     "reference to it; set .grad to none, or to a clone of it");
   }
 }
 

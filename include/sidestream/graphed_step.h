@@ -40,8 +40,8 @@ struct StepOptions {
 ///
 /// A call returns, for each microbatch, the outputs of the step function, the loss first. They have no autograd history and belong to the
 /// caller. After the call, each parameter that the loss depends on has its gradient in a `.grad` whose memory the graph owns. You may
-/// unset it, zero it or scale it in place, as in plain training. With `accumulate` you may also set another tensor, if only the parameter
-/// refers to it: the next call is a UsageError if other code refers to that tensor too.
+/// unset it, zero it or scale it in place, as in plain training. The next call writes the same memory: clone a gradient that you keep.
+/// With `accumulate` you may also set another tensor. If other code refers to it too, the next call is a UsageError.
 ///
 /// Groups are offloaded and reloaded inside the graph, so work after the step waits for the last copy.
 /// The guards are those of a GraphedCallable. If autocast, global switches or the model differ from the capture, a call is a UsageError.

@@ -211,15 +211,14 @@ void Device::issued(Work work) {
   state_->enqueue(stream, std::move(queued));
 }
 
-void Device::host_reads(c10::StreamId id, const char* what) {
+void Device::host_reads(c10::StreamId id, const char* what, const char* why) {
   if (!state_->timeline.pending() && !keeps(id) && state_->open_captures.load(std::memory_order_acquire) == 0) {
     return;
   }
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   StreamState& stream = state_->stream(id);
   if (stream.capture != nullptr) {
-    state_->invalidate(*stream.capture,
-                       std::string(what) + " reads a value on the host; keep it out of the captured part");
+    state_->invalidate(*stream.capture, std::string(what) + " " + why);
   }
   state_->check_issue(id, stream, what);
   state_->force(stream);

@@ -132,8 +132,9 @@ class Device {
   /// Takes over compute work that has already been done once.
   void issued(Work work);
   /// An operator asks for a value on the host (`item`, a copy to unpinned memory, printing): waits for `stream`, or throws
-  /// CaptureError and invalidates the capture.
-  void host_reads(c10::StreamId stream, const char* what);
+  /// CaptureError and invalidates the capture. `why`: after `what`, in that error.
+  void host_reads(c10::StreamId stream, const char* what,
+                  const char* why = "reads a value on the host; keep it out of the captured part");
 
   // --- streams and events --------------------------------------------------------------------------------------
 

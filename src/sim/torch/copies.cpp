@@ -54,8 +54,13 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
                      pinned(to_host ? destination : source) ? HostWait::blocking_copy : HostWait::pageable_copy,
                      "aten::_copy_from");
   }
-  if (!asynchronous && (to_host || device.capturing(stream))) {
-    device.host_reads(stream, to_host ? "a blocking copy to host memory" : "a blocking copy from host memory");
+  if (!asynchronous && to_host) {
+    device.host_reads(stream, "a blocking copy to host memory");
+  } else if (!asynchronous && device.capturing(stream)) {
+    device.host_reads(
+        stream, "a blocking copy from host memory",
+        "cannot be captured: a replay would read that memory again. Make the tensor once on the device, for example as "
+        "a buffer of the module, or pass it to the call");
   }
   device.ready(stream);
   const bool kept = device.keeps(stream) && (asynchronous || !to_host);
