@@ -80,7 +80,8 @@ void CapturedSequence::check_turn(std::size_t call, std::size_t obstacle, const 
   if (!calls[call].spec.chunk.empty()) {
     throw UsageError(describe(call) + ": expected the backward of " + describe(obstacle) + ", got this " + got +
                      "; run the chunks in the order that GraphOptions::order was given, and each backward to its end "
-                     "before the next one begins, or make the callables with the order of your steps");
+                     "before the next one begins, or make the callables with the order of your steps. "
+                     "OffloadEngine::chunk says which microbatch a call is of");
   }
 }
 
