@@ -27,8 +27,7 @@ struct RankEnvironment {
 
 /// How the ranks ended.
 struct RanksEnd {
-  int code =
-      0;  ///< the highest exit code of a rank that failed, 0 if none did; 128 and a second signal's number if it came
+  int code = 0;  ///< the highest one of a rank that failed, 0 if none did; 128 + N if a second signal N ended them
   std::string failed;  ///< the first rank that failed, and how; empty if none did
 };
 

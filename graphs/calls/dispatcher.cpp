@@ -38,7 +38,7 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
   // A callable replays also outside of steps and inside of recorded calls. A capture cannot launch its graphs. A graphed step asks autograd
   // for gradients, and gradients that graphs add or delay are not part of the answer.
   const bool may_replay = site.kind == CallSite::Kind::callable
-                              ? context_.phase() < CallContext::Phase::plain
+                              ? context_.callables_replay()
                               : site.kind == CallSite::Kind::graphed && context_.phase() == CallContext::Phase::open;
   if (!may_replay) {
     return Route::scope;
@@ -113,9 +113,9 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {
-  const bool graphed_step = request.prepare != nullptr;
-  const CallContext::Enter in_body(context_, graphed_step ? CallContext::Phase::plain : context_.phase());
-  site.eager_runs_without_dw += at::GradMode::is_enabled() && context_.phase() < CallContext::Phase::plain ? 1 : 0;
+  const bool is_graphed_step = request.prepare != nullptr;
+  const CallContext::Enter inside(context_, is_graphed_step ? CallContext::Phase::plain : context_.phase());
+  site.eager_runs_without_dw += at::GradMode::is_enabled() && context_.callables_replay() ? 1 : 0;
   if (site.kind == CallSite::Kind::graphed && at::GradMode::is_enabled()) {
     latest_ = nullptr;
   }

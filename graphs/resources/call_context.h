@@ -24,6 +24,10 @@ class CallContext {
   ~CallContext() = default;
 
   [[nodiscard]] Phase phase() const noexcept { return phase_; }
+  /// False if callables too are scopes only.
+  [[nodiscard]] bool callables_replay() const noexcept {
+    return phase_ == Phase::open || phase_ == Phase::inside_graphed_call;
+  }
   /// A body runs eagerly in which calls are scopes only.
   [[nodiscard]] bool inside_body() const noexcept {
     return phase_ == Phase::inside_graphed_call || phase_ == Phase::plain;

@@ -17,13 +17,13 @@
 #include "sidestream/version.h"
 #include "tools/cli/check_command.h"
 #include "tools/cli/info_command.h"
-#include "tools/cli/number_checks.h"
 #include "tools/cli/order_command.h"
 #include "tools/cli/report_command.h"
 #include "tools/cli/shortage_note.h"
 #include "tools/cli/simulate_command.h"
 #include "tools/cli/startup.h"
 #include "tools/cli/train_command.h"
+#include "tools/cli/value_checks.h"
 
 namespace sidestream::cli {
 namespace {

@@ -27,10 +27,10 @@ std::string result_trace(const TrainingResult& result) {
       merged["traceEvents"].push_back(std::move(event));
     }
   }
-  if (process == 0 && result.signal != 0) {
-    return {};
-  }
   if (process == 0) {
+    if (result.signal != 0) {
+      return {};
+    }
     throw Error("--trace: no step was traced; the second step after the latest captures is, so ask for more --steps");
   }
   return merged.dump();

@@ -266,9 +266,11 @@ class HalfGraphed : public torch::nn::Module {
   std::function<at::Tensor(const at::Tensor&)> graphed;
 };
 
-TEST(CallableInACall, IsAPartOfTheCallsGraph) {
+class CallableInACall : public testing::TestWithParam<std::int64_t> {};
+
+TEST_P(CallableInACall, IsAPartOfTheCallsGraphAndOfItsVerification) {
   const c10::Device device = find_device("sim");
-  Twins<OnePart<HalfGraphed>> twins(Options(device).graph("**"));
+  Twins<OnePart<HalfGraphed>> twins(Options(device).graph("**").verify_replays(GetParam()));
   const auto data = [&](std::int64_t s) {
     return at::linspace(-1, 0.1 * static_cast<double>(s + 1), 32, at::kFloat).view({4, 8}).to(device);
   };
@@ -277,13 +279,15 @@ TEST(CallableInACall, IsAPartOfTheCallsGraph) {
       {Callable(
           "first", [](torch::nn::LinearImpl& layer, const Tensors& in) { return Tensors{layer.forward(in[0])}; },
           twins.mine->part->first.ptr())},
-      {{data(90)}});
+      {{data(90)}}, GraphOptions().gradients("**", GradientPolicy::accumulated));
   twins.mine->part->graphed = [&](const at::Tensor& x) { return graphed[0]({x})[0]; };
   twins.expect_plain(
       0, 4, [&](OnePart<HalfGraphed>& model, std::int64_t s) { call(model.part.get(), data(s)).sum().backward(); });
   EXPECT_EQ(twins.replays(), 2) << "of the call alone";
   twins.mine->part->graphed = nullptr;
 }
+
+INSTANTIATE_TEST_SUITE_P(Verified, CallableInACall, testing::Values(0, 2));
 
 }  // namespace
 }  // namespace sidestream::testing_model

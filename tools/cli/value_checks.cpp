@@ -1,4 +1,4 @@
-#include "tools/cli/number_checks.h"
+#include "tools/cli/value_checks.h"
 
 #include <cerrno>
 #include <cstdlib>
