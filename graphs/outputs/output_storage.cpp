@@ -27,7 +27,7 @@ void OutputStorage::before_overwrite(Runtime& runtime, const Event& mark, Counts
   ReplayedMemory::Streams users = memory_->users();
   users.erase(std::remove(users.begin(), users.end(), then), users.end());
   if (held) {
-    copy_out(runtime, mark, then, users);
+    copy_out(runtime, mark, then, now, users);
     counts.copied += 1;
     counts.copied_bytes += memory_->captured().nbytes();
   } else if (given_since_) {
@@ -47,13 +47,17 @@ void OutputStorage::before_overwrite(Runtime& runtime, const Event& mark, Counts
   memory_->forget_users();
 }
 
-void OutputStorage::copy_out(Runtime& runtime, const Event& mark, c10::Stream from,
+void OutputStorage::copy_out(Runtime& runtime, const Event& mark, c10::Stream from, c10::Stream now,
                              const ReplayedMemory::Streams& users) {
   const at::NoGradGuard no_grad;
   const StreamGuard on_stream(runtime, from);
   c10::Storage copy = allocate_storage(runtime.device(), memory_->captured().nbytes());
   for (const c10::Stream user : users) {
     runtime.record(mark, user);
+    runtime.wait(from, mark);
+  }
+  if (now != from && std::find(users.begin(), users.end(), now) == users.end()) {
+    runtime.record(mark, now);
     runtime.wait(from, mark);
   }
   bytes_of(copy).copy_(bytes_of(memory_->captured()), /*non_blocking=*/true);

@@ -23,10 +23,10 @@ namespace sidestream {
 /// bytes are copied to ordinary memory, and the held storage gets that memory instead. All tensors in the storage keep their values. A is
 /// the stream that the output was given out on, M the one that the call is made on now, and U are those named by record_stream:
 ///
-///   held          U: record    A: wait for U, copy, record    U and M: wait for A
+///   held          U and M: record    A: wait for them, copy, record    U and M: wait for A
 ///   not held      A and U: record    M: wait for them
 ///
-/// Work that was queued before the exchange has the old address. The launch is after all work that A and U were given by then, as it is
+/// M may have changed the held tensor without record_stream: a reference and an event are enough for that in plain training. Work that was queued before the exchange has the old address. The launch is after all work that A and U were given by then, as it is
 /// before the allocator lends freed memory to another stream. Work that is queued later has the new address, and is after the copy. The
 /// new memory belongs to A, as the output's would in plain training, and is held for U too. In nearly all programs A is M and there is
 /// no U: then no stream waits.
@@ -78,7 +78,8 @@ class OutputStorage {
   [[nodiscard]] bool over_memory() const noexcept {
     return given_ && ReplayedMemory::of(given_.data_ptr()) == memory_.get();
   }
-  void copy_out(Runtime& runtime, const Event& mark, c10::Stream from, const ReplayedMemory::Streams& users);
+  void copy_out(Runtime& runtime, const Event& mark, c10::Stream from, c10::Stream now,
+                const ReplayedMemory::Streams& users);
 
   c10::intrusive_ptr<ReplayedMemory> memory_;
   c10::Storage given_;  ///< null before the first replay, and if a held one was given other memory

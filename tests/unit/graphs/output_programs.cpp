@@ -151,6 +151,29 @@ class NamedStreamWrites final : public OutputProgram {
   std::vector<at::Tensor> kept_;
 };
 
+/// Steps on two streams in turn. The stream of the next step changes the outputs that are kept, and nobody names it to record_stream: a
+/// reference and an event are enough.
+class ChangedOnTheNextStream final : public OutputProgram {
+ public:
+  explicit ChangedOnTheNextStream(const Runtimes& runtimes) : OutputProgram(runtimes, /*linked=*/false) {}
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_stream(by_turns(s));
+    std::vector<at::Tensor> results;
+    std::vector<at::Tensor> outputs = pass(s, results);
+    results.insert(results.end(), kept_.begin(), kept_.end());
+    order(by_turns(s), by_turns(s + 1));
+    const c10::StreamGuard on_next(by_turns(s + 1));
+    for (at::Tensor& output : outputs) {
+      output.mul_(2);
+    }
+    kept_ = std::move(outputs);
+    return results;
+  }
+
+ private:
+  std::vector<at::Tensor> kept_;
+};
+
 /// Gradients of parameters in the graphs' own memory.
 GraphOptions owned_by_graphs() { return GraphOptions().gradients("**", GradientPolicy::owned); }
 
@@ -214,7 +237,8 @@ std::vector<NamedProgram> output_programs() {
           named_program<InputGradientNamedStream>("input_gradient_named_stream"),
           named_program<ReadBeside<false>>("outputs_read_beside"),
           named_program<ReadBeside<true>>("outputs_read_behind_the_last"),
-          named_program<NamedStreamWrites>("outputs_named_stream_writes")};
+          named_program<NamedStreamWrites>("outputs_named_stream_writes"),
+          named_program<ChangedOnTheNextStream>("outputs_changed_on_next_stream")};
 }
 
 }  // namespace sidestream::testing_model
