@@ -14,12 +14,16 @@
 #include "tools/cli/report_file.h"
 #include "tools/cli/simulate_files.h"
 #include "tools/cli/standard_output.h"
+#include "tools/cli/value_checks.h"
 
 namespace sidestream::cli {
 namespace {
 
 constexpr double kMebibyte = 1 << 20;
 constexpr double kMostMebibytes = 1 << 22;
+constexpr double kMostMilliseconds = 1e9;
+constexpr double kLeastRate = 1e-3;  ///< GB/s
+constexpr double kMostRate = 1e6;
 
 constexpr const char* kFooter =
     R"(The defaults are the costs of a transformer layer of 8,192 tokens on an H200, hidden size 4096, bf16 (docs/measurements.md):
@@ -33,15 +37,27 @@ Examples:
   sidestream simulate --pp 4 --microbatches 8 --alone 0
       What the first rank takes on one GPU alone, as bench_layers --ranks 4 measures it.)";
 
-std::int64_t bytes_of(double mib, const char* option) {
-  if (!(mib >= 0 && mib <= kMostMebibytes)) {
-    throw UsageError(fmt::format("{} is {}; it must be 0 to {}", option, mib, kMostMebibytes));
-  }
-  return std::llround(mib * kMebibyte);
+std::int64_t bytes_of(double mib) { return std::llround(mib * kMebibyte); }
+
+std::optional<std::int64_t> bytes_of(const std::optional<double>& mib) {
+  return mib ? std::optional(bytes_of(*mib)) : std::nullopt;
 }
 
-std::optional<std::int64_t> bytes_of(const std::optional<double>& mib, const char* option) {
-  return mib ? std::optional(bytes_of(*mib, option)) : std::nullopt;
+/// Costs that contradict each other, said in the words of the options.
+void require_consistent(const SimulateOptions& options) {
+  const bool delayed = options.shape.delay_weight_gradients;
+  if ((options.weights_ms || options.for_weights_mib) && !delayed) {
+    throw UsageError("--weights-ms and --for-weights-mib work only with delayed weight gradients: add --dw");
+  }
+  if (options.weights_ms.value_or(0) > options.backward_ms) {
+    throw UsageError(
+        fmt::format("--weights-ms {} is more than --backward-ms {}; weight gradients are a part of the backward",
+                    *options.weights_ms, options.backward_ms));
+  }
+  if (options.offloadable_mib > options.saved_mib) {
+    throw UsageError(fmt::format("--offloadable-mib {} is more than --saved-mib {}; offload at most what a layer saves",
+                                 options.offloadable_mib, options.saved_mib));
+  }
 }
 
 PipelineCosts costs_of(const SimulateOptions& options) {
@@ -51,16 +67,16 @@ PipelineCosts costs_of(const SimulateOptions& options) {
   costs.backward_seconds = options.backward_ms / 1e3;
   costs.weights_seconds = options.weights_ms.value_or(options.backward_ms / 2) / 1e3;
   costs.send_seconds = options.send_ms / 1e3;
-  costs.saved_bytes = bytes_of(options.saved_mib, "--saved-mib");
-  costs.offloadable_bytes = bytes_of(options.offloadable_mib, "--offloadable-mib");
-  costs.for_weights_bytes = bytes_of(options.for_weights_mib, "--for-weights-mib").value_or(costs.saved_bytes);
-  costs.chunk_bytes = bytes_of(options.chunk_mib, "--chunk-mib");
-  costs.forward_more_bytes = bytes_of(options.forward_more_mib, "--forward-more-mib");
-  costs.backward_more_bytes = bytes_of(options.backward_more_mib, "--backward-more-mib");
+  costs.saved_bytes = bytes_of(options.saved_mib);
+  costs.offloadable_bytes = bytes_of(options.offloadable_mib);
+  costs.for_weights_bytes = bytes_of(options.for_weights_mib).value_or(costs.saved_bytes);
+  costs.chunk_bytes = bytes_of(options.chunk_mib);
+  costs.forward_more_bytes = bytes_of(options.forward_more_mib);
+  costs.backward_more_bytes = bytes_of(options.backward_more_mib);
   costs.to_host = options.to_host_gbs * 1e9;
   costs.to_device = options.to_device_gbs * 1e9;
-  costs.lag = bytes_of(options.lag_mib, "--lag-mib");
-  costs.lookahead = bytes_of(options.lookahead_mib, "--lookahead-mib");
+  costs.lag = bytes_of(options.lag_mib);
+  costs.lookahead = bytes_of(options.lookahead_mib);
   return costs;
 }
 
@@ -113,25 +129,34 @@ void declare_simulate_options(CLI::App& command, SimulateOptions& options) {
   command.footer(kFooter);
   declare_shape_options(command, options.shape);
   const auto add = [&](const char* name, auto& value, const char* what, const char* type) {
-    command.add_option(name, value, what)->capture_default_str()->type_name(type);
+    return command.add_option(name, value, what)->capture_default_str()->type_name(type);
+  };
+  const auto add_ms = [&](const char* name, auto& value, const char* what) {
+    require_range(*add(name, value, what, "MS"), 0, kMostMilliseconds);
+  };
+  const auto add_mib = [&](const char* name, auto& value, const char* what) {
+    require_range(*add(name, value, what, "MIB"), 0, kMostMebibytes);
+  };
+  const auto add_gbs = [&](const char* name, auto& value, const char* what) {
+    require_range(*add(name, value, what, "GB/S"), kLeastRate, kMostRate);
   };
   command.add_flag("--dw", options.shape.delay_weight_gradients, "Delay weight gradients (a zero-bubble order)");
   add("--layers", options.layers, "Layers of a chunk, each a graphed call", "N");
-  add("--forward-ms", options.forward_ms, "A layer's forward", "MS");
-  add("--backward-ms", options.backward_ms, "A layer's backward", "MS");
-  add("--weights-ms", options.weights_ms, "With --dw: its part for weight gradients (default: half)", "MS");
-  add("--send-ms", options.send_ms, "Until the next virtual stage has a chunk's output or gradient", "MS");
-  add("--saved-mib", options.saved_mib, "Saved by a layer for its backward", "MIB");
-  add("--offloadable-mib", options.offloadable_mib, "Of these, in groups that are offloaded; 0: no offload", "MIB");
-  add("--for-weights-mib", options.for_weights_mib,
-      "With --dw: kept by a layer from its backward until its weight gradients (default: as --saved-mib)", "MIB");
-  add("--chunk-mib", options.chunk_mib, "Kept by a chunk until its backward's end, beside its layers", "MIB");
-  add("--forward-more-mib", options.forward_more_mib, "Besides, at the peak of a layer's forward", "MIB");
-  add("--backward-more-mib", options.backward_more_mib, "Besides, at the peak of a layer's backward", "MIB");
-  add("--to-host-gbs", options.to_host_gbs, "Rate of the link to the host", "GB/S");
-  add("--to-device-gbs", options.to_device_gbs, "Rate of the link to the device", "GB/S");
-  add("--lag-mib", options.lag_mib, "Options::lag (default: as the engine chooses on a GPU)", "MIB");
-  add("--lookahead-mib", options.lookahead_mib, "Options::lookahead (default: likewise)", "MIB");
+  add_ms("--forward-ms", options.forward_ms, "A layer's forward");
+  add_ms("--backward-ms", options.backward_ms, "A layer's backward");
+  add_ms("--weights-ms", options.weights_ms, "With --dw: its part for weight gradients (default: half)");
+  add_ms("--send-ms", options.send_ms, "Until the next virtual stage has a chunk's output or gradient");
+  add_mib("--saved-mib", options.saved_mib, "Saved by a layer for its backward");
+  add_mib("--offloadable-mib", options.offloadable_mib, "Of these, in groups that are offloaded; 0: no offload");
+  add_mib("--for-weights-mib", options.for_weights_mib,
+          "With --dw: kept by a layer from its backward until its weight gradients (default: as --saved-mib)");
+  add_mib("--chunk-mib", options.chunk_mib, "Kept by a chunk until its backward's end, beside its layers");
+  add_mib("--forward-more-mib", options.forward_more_mib, "Besides, at the peak of a layer's forward");
+  add_mib("--backward-more-mib", options.backward_more_mib, "Besides, at the peak of a layer's backward");
+  add_gbs("--to-host-gbs", options.to_host_gbs, "Rate of the link to the host");
+  add_gbs("--to-device-gbs", options.to_device_gbs, "Rate of the link to the device");
+  add_mib("--lag-mib", options.lag_mib, "Options::lag (default: as the engine chooses on a GPU)");
+  add_mib("--lookahead-mib", options.lookahead_mib, "Options::lookahead (default: likewise)");
   add("--alone", options.alone, "Simulate this rank only, as if it never waited for others", "R");
   add("--json", options.json, "Write the figures into this file", "FILE");
   add("--trace", options.trace, "Write a timeline for Perfetto into this file (Chrome's trace events)", "FILE");
@@ -140,9 +165,7 @@ void declare_simulate_options(CLI::App& command, SimulateOptions& options) {
 
 int simulate(SimulateOptions options) {
   require_group_fits(options.shape);
-  if ((options.weights_ms || options.for_weights_mib) && !options.shape.delay_weight_gradients) {
-    throw UsageError("--weights-ms and --for-weights-mib work only with delayed weight gradients: add --dw");
-  }
+  require_consistent(options);
   require_own_files({{"--json", options.json}, {"--trace", options.trace}, {"--svg", options.svg}});
   const PipelineCosts costs = costs_of(options);
   const SimulatedRanks ranks = simulated(options, costs);

@@ -5,6 +5,7 @@
 #include <set>
 #include <string>
 
+#include <fmt/format.h>
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
@@ -13,8 +14,7 @@ namespace sidestream::cli {
 namespace {
 
 /// By their types in the help.
-const std::set<std::string> kIntegers{"N", "K", "R"};
-const std::set<std::string> kOtherNumbers{"MIB", "MS", "GB/S", "PART"};
+const std::set<std::string> kNumbers{"N", "K", "R", "MIB", "MS", "GB/S", "PART"};
 const std::set<std::string> kPaths{"FILE", "DIR"};
 
 std::string refuse_empty(const std::string& value) {
@@ -25,10 +25,10 @@ std::string refuse_empty_path(const std::string& value) {
   return value.empty() ? "the name is empty; give a name, or leave out the option" : std::string();
 }
 
-/// CLI11 reads 010 as 8.
+/// CLI11 reads the integer 010 as 8.
 std::string refuse_other_base(const std::string& value) {
   const std::size_t first = value.find_first_not_of("+-");
-  return first != std::string::npos && value[first] == '0' && first + 1 < value.size()
+  return first != std::string::npos && value[first] == '0' && first + 1 < value.size() && value[first + 1] != '.'
              ? value + " begins with a zero; give a decimal number without it"
              : std::string();
 }
@@ -50,18 +50,24 @@ void check_values(CLI::App& command) {
   for (CLI::Option* option : command.get_options()) {
     const std::string type = option->get_type_name();
     const std::string base = type.substr(0, type.find(':'));  // the descriptions of its checks follow
-    const bool is_integer = kIntegers.count(base) != 0;
-    if (is_integer || kOtherNumbers.count(base) != 0) {
+    if (kNumbers.count(base) != 0) {
       option->check(refuse_empty);
+      option->check(refuse_other_base);
+      option->check(option->check_lname("seed") ? refuse_beyond_unsigned : refuse_beyond_signed);
     }
     if (kPaths.count(base) != 0) {
       option->check(refuse_empty_path);
     }
-    if (is_integer) {
-      option->check(refuse_other_base);
-      option->check(option->check_lname("seed") ? refuse_beyond_unsigned : refuse_beyond_signed);
-    }
   }
+}
+
+void require_range(CLI::Option& option, double least, double most) {
+  option.check([least, most](const std::string& value) {
+    const double number = std::strtod(value.c_str(), nullptr);
+    return value.empty() || (number >= least && number <= most)
+               ? std::string()
+               : fmt::format("{} is out of range; give {} to {}", value, least, most);
+  });
 }
 
 }  // namespace sidestream::cli
