@@ -12,10 +12,25 @@
 #include "sim/torch/device_guard.h"
 
 namespace sidestream::sim {
+namespace {
+
+std::vector<MemoryImage>::iterator image_of(std::vector<MemoryImage>& images, const Segment& segment) {
+  return std::find_if(images.begin(), images.end(),
+                      [&](const MemoryImage& image) { return image.begin == segment.begin; });
+}
+
+}  // namespace
 
 CaptureMemory::CaptureMemory(CachingAllocator& memory, Pool& pool) : memory_(memory), pool_(pool) {
   for (const Segment* segment : pool_.segments) {
-    pool_before_.emplace_back(segment->begin, segment->lent);
+    const auto computed = image_of(pool_.captured, *segment);
+    if (computed != pool_.captured.end() && computed->bytes.size() == segment->lent) {
+      computed->swap();  // copies of a whole pool at each capture take long
+      pool_before_.push_back(std::move(*computed));
+      pool_.captured.erase(computed);
+    } else {
+      pool_before_.emplace_back(segment->begin, segment->lent);
+    }
   }
   const auto put_back = [this](const MemoryImage& image) {
     preserve(image.begin, image.bytes.size());
@@ -53,38 +68,23 @@ void CaptureMemory::preserve(std::byte* begin, std::size_t bytes) {
   outside_before_.emplace_back(begin, bytes);
 }
 
-void CaptureMemory::finish(bool keep) {
-  if (keep) {
-    pool_.captured.clear();
-    pool_.captured_by = std::this_thread::get_id();
-  }
+void CaptureMemory::finish() {
+  pool_.captured.clear();
+  pool_.captured_by = std::this_thread::get_id();
   for (const Segment* segment : pool_.segments) {
-    const auto before = std::find_if(pool_before_.begin(), pool_before_.end(),
-                                     [&](const MemoryImage& image) { return image.begin == segment->begin; });
-    std::size_t put_back = 0;
-    if (before != pool_before_.end()) {
-      put_back = std::min(before->bytes.size(), segment->lent);
-      if (keep && before->bytes.size() == segment->lent) {  // copies of a whole pool at each capture take long
-        before->swap();
-        pool_.captured.push_back(std::move(*before));
-        pool_before_.erase(before);
-        continue;
-      }
+    auto image = image_of(pool_before_, *segment);
+    if (image == pool_before_.end()) {
+      image = pool_before_.emplace(image, segment->begin, 0);
     }
-    if (keep) {
-      pool_.captured.emplace_back(segment->begin, segment->lent);
-    }
-    std::memset(segment->begin + put_back, poison_byte, segment->lent - put_back);
+    image->bytes.resize(segment->lent, std::byte{poison_byte});
+    image->swap();
+    pool_.captured.push_back(std::move(*image));
+    pool_before_.erase(image);
   }
-  if (keep) {
-    for (const MemoryImage& image : outside_before_) {
-      if (!memory_.owns(image.begin)) {
-        pool_.captured.emplace_back(image.begin, image.bytes.size());
-      }
+  for (const MemoryImage& image : outside_before_) {
+    if (!memory_.owns(image.begin)) {
+      pool_.captured.emplace_back(image.begin, image.bytes.size());
     }
-  }
-  for (const MemoryImage& image : pool_before_) {
-    image.restore();
   }
   // Overlapping ranges: the first one kept holds the oldest bytes.
   for (auto image = outside_before_.rbegin(); image != outside_before_.rend(); ++image) {
@@ -178,12 +178,12 @@ void Device::begin_capture(c10::StreamId id, Pool* pool, c10::ArrayRef<at::Gener
   state_->open_captures.fetch_add(1);
 }
 
-void Device::State::close(Capture& capture, bool keep) noexcept {
+void Device::State::close(Capture& capture) noexcept {
   for (const c10::StreamId id : capture.streams) {
     streams[static_cast<std::size_t>(id)].capture = nullptr;
     streams[static_cast<std::size_t>(id)].capture_last.clear();
   }
-  capture.memory.finish(keep);
+  capture.memory.finish();
   capture.put_draws_back();
   memory.release(&capture.pool);
   open_captures.fetch_sub(1);
@@ -213,17 +213,17 @@ std::shared_ptr<GraphBody> Device::end_capture(c10::StreamId id) {
     }
   }
   if (!reason.empty()) {
-    state_->close(capture, false);
+    state_->close(capture);
     throw CaptureError("sim device: the capture failed: " + reason);
   }
   std::shared_ptr<GraphBody> graph;
   try {
     graph = std::make_shared<GraphBody>(*this, capture, std::move(capture.nodes));
   } catch (...) {
-    state_->close(capture, false);
+    state_->close(capture);
     throw;
   }
-  state_->close(capture, true);
+  state_->close(capture);
   return graph;
 }
 
@@ -231,7 +231,7 @@ void Device::abandon_capture(c10::StreamId id) noexcept {
   const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
   if (id >= 0 && static_cast<std::size_t>(id) < state_->streams.size()) {
     if (Capture* capture = state_->streams[static_cast<std::size_t>(id)].capture) {
-      state_->close(*capture, false);
+      state_->close(*capture);
     }
   }
 }

@@ -43,8 +43,8 @@ class CaptureMemory {
  public:
   CaptureMemory(CachingAllocator& memory, Pool& pool);
   void preserve(std::byte* begin, std::size_t bytes);
-  /// Puts memory back. `keep`: what was computed stays with the pool for the captures to come.
-  void finish(bool keep);
+  /// Puts memory back. What was computed stays with the pool for the captures to come.
+  void finish();
 
  private:
   CachingAllocator& memory_;

@@ -60,8 +60,8 @@ struct Device::State {
   WorkId enqueue(StreamState& stream, Queued queued);
   /// Runs all that later work on the stream is ordered after.
   void force(StreamState& stream);
-  /// Ends the capture and undoes what it computed. `keep`: later captures of its pool will compute on that.
-  void close(Capture& capture, bool keep) noexcept;
+  /// Ends the capture and undoes what it computed. Later captures of its pool will compute on that.
+  void close(Capture& capture) noexcept;
   /// Keeps a block that other streams use from being lent again.
   void hold_back(Block& block);
   /// Frees the blocks of `used_blocks` whose users are done.
