@@ -1,6 +1,7 @@
 #pragma once
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <new>
 #include <utility>
 
@@ -41,6 +42,9 @@ class BlockPool {
     return block + 1;
   }
 
+  /// Keeps `object` alive until the pool and all its blocks have gone.
+  void keep(std::shared_ptr<const void> object) noexcept { core_->kept = std::move(object); }
+
   static void give_back(void* memory) noexcept {
     if (memory == nullptr) {
       return;
@@ -73,6 +77,7 @@ class BlockPool {
     std::atomic<Block*> returned{nullptr};
     std::size_t made = 0;
     std::atomic<std::ptrdiff_t> strays{0};  ///< once the pool has gone: blocks that are out there
+    std::shared_ptr<const void> kept;
 
     /// Deletes this object when no stray is left: do not use it after the call.
     void leave(std::ptrdiff_t more) noexcept {

@@ -44,6 +44,12 @@ VersionStamp::VersionStamp(const at::Tensor& tensor)
     : counter_(tensor.is_inference() ? c10::VariableVersion() : torch::autograd::impl::version_counter(tensor)),
       version_(counter_.enabled() ? counter_.current_version() : 0) {}
 
+void VersionStamp::put_on(const at::Tensor& tensor) const {
+  if (counter_.enabled()) {
+    tensor.unsafeGetTensorImpl()->set_version_counter(counter_);
+  }
+}
+
 bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
   // VariableVersion is one intrusive pointer and offers no comparison.
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
@@ -138,8 +144,14 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
     }
   }
 
+  /// A backward that writes into the tensor in place raises the version, as in plain training: a later reader finds that out.
   static at::Tensor unpack(const Plain& plain) {
-    return plain.storage == nullptr ? plain.kept : plain.view.restore(plain.storage->mover->fetch(*plain.storage));
+    if (plain.storage == nullptr) {
+      return plain.kept;
+    }
+    at::Tensor tensor = plain.view.restore(plain.storage->mover->fetch(*plain.storage));
+    plain.version.put_on(tensor);
+    return tensor;
   }
 
   SavedTensorRecorder* recorder_;  // until packed
@@ -155,6 +167,7 @@ SavedTensorRecorder::SavedTensorRecorder(ScopeTree& tree, Exclusions& exclusions
       mover_(std::move(mover)),
       planned_(planned),
       books_(books != nullptr ? std::move(books) : std::make_shared<RecorderBooks>()) {
+  books_->blocks.keep(tree.nodes());  // handles name their scopes
   stack_.emplace_back().scope = tree_.root();
 }
 

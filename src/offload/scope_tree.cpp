@@ -10,7 +10,7 @@ ScopeTree::ScopeTree(NamePatterns selected, NamePatterns delayed, std::vector<Na
     : selected_(std::move(selected)),
       delayed_(std::move(delayed)),
       budgets_(std::move(budgets)),
-      root_(&nodes_.emplace_back()) {}
+      root_(&nodes_->emplace_back()) {}
 
 ScopeNode* ScopeTree::child(ScopeNode* parent, std::string_view component) {
   for (ScopeNode* node : parent->children) {
@@ -18,7 +18,7 @@ ScopeNode* ScopeTree::child(ScopeNode* parent, std::string_view component) {
       return node;
     }
   }
-  ScopeNode& node = nodes_.emplace_back();
+  ScopeNode& node = nodes_->emplace_back();
   node.name = parent->name.empty() ? std::string(component) : parent->name + "." + std::string(component);
   node.component = std::string_view(node.name).substr(node.name.size() - component.size());
   select(node);
@@ -29,7 +29,7 @@ ScopeNode* ScopeTree::child(ScopeNode* parent, std::string_view component) {
 
 std::vector<std::string> ScopeTree::names() const {
   std::vector<std::string> names;
-  for (const ScopeNode& node : nodes_) {
+  for (const ScopeNode& node : *nodes_) {
     if (&node != root_) {
       names.push_back(node.name);
     }
@@ -39,7 +39,7 @@ std::vector<std::string> ScopeTree::names() const {
 
 std::vector<std::string> ScopeTree::selected_names() const {
   std::vector<std::string> names;
-  for (const ScopeNode& node : nodes_) {
+  for (const ScopeNode& node : *nodes_) {
     if (&node != root_ && selected_.matches(node.name)) {
       names.push_back(node.name);
     }
@@ -64,7 +64,7 @@ bool ScopeTree::switch_offload(const NamePatterns& named, bool on) {
   const auto first_off = std::find_if(switches_.begin(), switches_.end(), [](const Switch& each) { return !each.on; });
   switches_.erase(switches_.begin(), first_off);
   bool changes = false;
-  for (ScopeNode& node : nodes_) {
+  for (ScopeNode& node : *nodes_) {
     const bool before = node.selected;
     if (&node != root_) {
       select(node);

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,7 +29,8 @@ struct NamedBudget {
   OffloadBudget budget;
 };
 
-/// All scopes that were ever entered. A scope seen before is found without allocation. Nodes live as long as the tree.
+/// All scopes that were ever entered. A scope seen before is found without allocation. Nodes live as long as the tree, or as what
+/// `nodes` returned.
 /// Threads: one at a time.
 class ScopeTree {
  public:
@@ -36,6 +38,7 @@ class ScopeTree {
   explicit ScopeTree(NamePatterns selected, NamePatterns delayed = {}, std::vector<NamedBudget> budgets = {});
 
   [[nodiscard]] ScopeNode* root() noexcept { return root_; }
+  [[nodiscard]] std::shared_ptr<const void> nodes() const noexcept { return nodes_; }
   /// The child of `parent` called `component`, made on first use. A call's name may hold dots.
   [[nodiscard]] ScopeNode* child(ScopeNode* parent, std::string_view component);
   /// The names of all nodes but the root, in the order they were first entered.
@@ -69,7 +72,7 @@ class ScopeTree {
   NamePatterns delayed_;
   std::vector<NamedBudget> budgets_;
   std::vector<Switch> switches_;  ///< the latest last
-  std::deque<ScopeNode> nodes_;
+  std::shared_ptr<std::deque<ScopeNode>> nodes_ = std::make_shared<std::deque<ScopeNode>>();
   ScopeNode* root_;
 };
 

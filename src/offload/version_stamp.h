@@ -13,6 +13,8 @@ class VersionStamp {
   [[nodiscard]] bool unchanged() const noexcept {
     return !counter_.enabled() || counter_.current_version() == version_;
   }
+  /// From here on, `tensor` shares the counter.
+  void put_on(const at::Tensor& tensor) const;
   /// Of the same family of tensors (views share a counter) and not written in between.
   [[nodiscard]] bool same_as(const VersionStamp& other) const noexcept;
 

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -287,6 +288,75 @@ TEST_F(EagerStep, AWriteBetweenSaveAndUnpackNamesTheGroup) {
     (void)gradients(broken, 0);
   });
   expect_plain(engine, three_scopes);
+}
+
+TEST_F(EagerStep, TheErrorOfAWriteNamesTheGroupAfterTheEngineHasGone) {
+  const std::string name = "a name that is too long to lie in the string object itself";
+  at::Tensor saved;
+  at::Tensor loss;
+  {
+    OffloadEngine engine(model_, options().offload("all"));
+    const auto step = engine.step();
+    saved = data(0) * weight_;
+    const OffloadScope scope(name.c_str());
+    loss = saved.exp().sum() + saved.square().sum();
+  }
+  {
+    const at::NoGradGuard no_grad;
+    saved.add_(1);
+  }
+  EXPECT_THROWS(UsageError, "saved in \"" + name + "\", was changed in place", loss.backward());
+}
+
+/// Its backward takes what it saved for scratch memory.
+struct WritesWhatItSaved : torch::autograd::Function<WritesWhatItSaved> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    context->save_for_backward({x});
+    return x.square();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const at::NoGradGuard no_grad;
+    return {context->get_saved_variables()[0].mul_(2).mul_(gradients[0])};
+  }
+};
+
+TEST_F(EagerStep, AWriteInABackwardIsSeenByTheNextReader) {
+  const Loss alone = [](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h = x * weight;
+    {
+      const OffloadScope scope("first");
+      h = WritesWhatItSaved::apply(h);
+    }
+    const OffloadScope scope("second");
+    return h.mul(0.01).exp().sum();
+  };
+  const Loss shared = [](const at::Tensor& x, const at::Tensor& weight) {
+    const at::Tensor h = x * weight;
+    at::Tensor sum;
+    {
+      const OffloadScope scope("first");
+      sum = h.sin();
+      sum = sum + WritesWhatItSaved::apply(h);
+    }
+    const OffloadScope scope("second");
+    return sum.mul(0.01).exp().sum();
+  };
+  OffloadEngine engine(model_, options().offload("all"));
+  expect_plain(engine, alone);
+  EXPECT_ANY_THROW((void)gradients(shared, 0)) << "plain training";
+  EXPECT_ANY_THROW((void)gradients(alone, 0, 2)) << "plain training";
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THROWS(UsageError, "was changed in place", {
+      const auto step = engine.step();
+      (void)gradients(shared, 0);
+    });
+    EXPECT_THROWS(UsageError, "was changed in place", {
+      const auto step = engine.step();
+      (void)gradients(alone, 0, 2);
+    });
+  }
+  expect_plain(engine, alone);
 }
 
 TEST_F(EagerStep, AStorageOfTwoGroupsStaysWithTheOneThatStays) {
