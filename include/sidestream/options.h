@@ -27,9 +27,11 @@ constexpr std::size_t operator""_GiB(unsigned long long n) { return static_cast<
 
 /// What an OffloadEngine offloads, captures and checks.
 ///
-/// Names are dotted, such as "blocks.3.core_attn". In a pattern `*` stands for one component, `**` for any number of them, and "all" is
-/// the same as `**`. Braces hold alternatives and inclusive ranges of integers, as in "blocks.{0,4..20}.mlp". A component has at most one
-/// pair of braces. After the sizing pass, a pattern that matches no call or scope is a UsageError. Its message lists the names.
+/// Names are dotted, such as "blocks.3.core_attn". In a pattern `*` stands for one component, `**` for any number of them, and "all" is the
+/// same as `**`. Braces hold alternatives and inclusive ranges of integers, as in "blocks.{0,4..20}.mlp". A component has at most one pair
+/// of braces. An empty list, or "off", names nothing. If a pattern matches no call or scope of the first step, the second
+/// OffloadEngine::step throws a UsageError that lists the names. A list with "all" or `**` in it is not checked. Tensors that are saved
+/// outside of all calls and scopes have no name, so even "all" keeps them on the device.
 /// Each option is a chained setter; without an argument it gives the value. A word in brackets is the option's name in Megatron-LM or
 /// TransformerEngine.
 class Options {
@@ -107,12 +109,13 @@ class Options {
   ///
   /// For calls it counts the bytes that the running call saves, and saved bytes whose copies no graph has waited for yet. For groups it
   /// counts saved bytes of groups that have ended and whose copies nothing has waited for yet. Tensors whose backward starts within this
-  /// many bytes are never offloaded. A value below the largest call or group is raised to that size.
+  /// many bytes stay on the device, except in the first step and in a whole step (make_graphed_step). A value below the largest call or
+  /// group is raised to that size.
   ///
-  /// Not set, for calls: the sum of the `GraphOptions::side_streams` largest calls of a sequence, or of the two
-  /// largest calls if `side_streams` is not set. If neither option is set, the engine raises this default on a
-  /// GPU if that removes waits of forwards. It computes these waits from the measured link speed and the times
-  /// of the calls. It raises the default to at most half of the bytes that the patterns of `offload` name.
+  /// Not set, for calls: the sum of the `GraphOptions::side_streams` largest calls of a sequence, or of the two largest calls if
+  /// `side_streams` is not set. If neither option is set, the engine raises this default on a GPU if that shortens the waits of forwards
+  /// for copies. It computes these waits from the measured link speed and the times of the calls. It raises the default to at most half of
+  /// the most bytes of groups in `offload` that await their backward at once in the sequence.
   /// Not set, for groups: the sum of the two largest. Delayed groups (see `delay`) between the same two graphed calls count as one.
   TORCH_ARG(std::optional<std::size_t>, lag);
   /// A budget of live device bytes, weights included: the engine chooses what is offloaded. Graphed calls of `ss::call`
@@ -131,8 +134,8 @@ class Options {
   /// How many device bytes may be reloaded before their backward needs them, in addition to the bytes of `lag` that are free by then.
   /// The next call or group is always reloaded while a backward runs.
   /// If it is not set, the engine plans it for calls from the measured link speed and the times of the calls: as many bytes as save time,
-  /// and at most an eighth of the bytes that the patterns of `offload` name. On the simulated device, which keeps no time, it is then 0.
-  /// For groups it is then 0 too.
+  /// and at most an eighth of the most bytes of a sequence that await their backward at once. On the simulated device, which keeps no time,
+  /// it is then 0. For groups it is then 0 too.
   TORCH_ARG(std::optional<std::size_t>, lookahead);
   /// Writes the first N steps into a journal and checks it. Any two accesses to the same bytes, at least
   /// one of them a write, must be ordered by streams and events; Report::order_findings lists those that
@@ -141,9 +144,12 @@ class Options {
   /// Verifies the first N replays of each captured call, and after these one of every `verify_every` replays. The call also runs eagerly on
   /// the same inputs, buffers and random state; outputs, buffers and gradients are compared. The first difference is a VerificationError.
   ///
-  /// At most one call a step is verified, so the peak grows by one call's eager activations. A whole step counts as one call, so it
-  /// must fit on the device without offload. The eager run's changes to tensors, and to default and named generators, are undone. Its
-  /// changes to other members of modules are not. Replays under no_grad are never verified.
+  /// A whole step counts as one call. Of it only the outputs (such as the losses) and the buffers are compared, but not the gradients, and
+  /// not the parameters that its update writes.
+  ///
+  /// At most one call a step is verified, so the peak grows by one call's eager activations. A whole step must fit on the device without
+  /// offload. The eager run's changes to tensors, and to default and named generators, are undone. Its changes to other members of modules
+  /// are not. Replays under no_grad are never verified.
   /// 0: off, at no cost. If it is 0, the environment variable SIDESTREAM_VERIFY_REPLAYS sets it.
   TORCH_ARG(int64_t, verify_replays) = 0;
   /// With `verify_replays`: after the first replays, one of every `verify_every` replays of a call is verified. 0: no later ones.
