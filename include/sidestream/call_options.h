@@ -8,9 +8,10 @@ namespace sidestream {
 /// What a call does if the backward of its earlier forward is still pending. If that backward belongs to another capture in the same memory
 /// (CallOptions::share_memory), the call runs eagerly with `capture` too.
 enum class OnPending : std::uint8_t {
-  capture,  ///< uses another capture, one for each microbatch in flight
-  error,    ///< throws UsageError
-  eager,    ///< runs the call eagerly
+  /// Uses another capture, one for each microbatch in flight. If it does not exist yet, the call runs eagerly in this step.
+  capture,
+  error,  ///< throws UsageError
+  eager,  ///< runs the call eagerly
 };
 /// What a call does if its arguments fit none of its captures.
 enum class OnNewArguments : std::uint8_t {
@@ -37,7 +38,8 @@ enum class OnMaxCaptures : std::uint8_t {
 struct CallOptions {
   /// For a forward while the backward of an earlier forward is pending.
   TORCH_ARG(OnPending, on_pending) = OnPending::capture;
-  /// For new values of arguments that are not tensors, new shapes, dtypes or requires_grad, and another state of autocast.
+  /// For a call that fits none of its captures: new values of arguments that are not tensors, new shapes, strides, dtypes or requires_grad,
+  /// another state of autocast or of a global switch, other training flags or module options, frozen, unfrozen or replaced parameters.
   TORCH_ARG(OnNewArguments, on_new_arguments) = OnNewArguments::capture;
   /// Upper bound on the captures of one call (microbatches in flight times variants of arguments), at least 1. In a step with an order, a
   /// call has a capture for each microbatch, if the bound allows that many. Captures of the forward alone are

@@ -18,7 +18,8 @@ namespace sidestream {
 /// For "sim", the library libsidestream_sim is loaded from the folder of this library. It registers itself as LibTorch's PrivateUse1
 /// device, and Sidestream's autograd engine is installed with it. If "auto" chooses "sim", a LibTorch warning says why.
 /// Threads: any.
-/// Throws: UsageError for another name, and if the simulator's library is missing. DeviceError for "cuda" without a usable driver or
+/// Throws: UsageError for another name, for "cuda" in a build without the cuda backend, and if the simulator's library is missing. Also
+/// UsageError for "sim" if another autograd engine is installed, such as Python's. DeviceError for "cuda" without a usable driver or
 /// device, and for "auto" if there is a driver that does not work. Each message gives the remedy.
 [[nodiscard]] SIDESTREAM_API c10::Device find_device(const std::string& name);
 

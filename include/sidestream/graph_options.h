@@ -96,13 +96,13 @@ struct GraphOptions {
   /// The order in which the callables run in a step, as `pipeline_order` gives it [_order]. Not set: all forwards, then all backwards.
   ///
   /// Each callable is captured once for each microbatch of its virtual stage (Callable::stage), in this order and in one pool of memory. A
-  /// graph may use the memory of chunks whose backward comes before it. If no chunk is in flight between two microbatches, they share
-  /// captures.
+  /// graph may use the memory of chunks whose backward comes before it. If the order repeats one part, and no chunk is in flight after a
+  /// part, all parts share captures.
   /// A call replays the capture of the chunk that is open (OffloadEngine::chunk). If none is open, it replays that of the next microbatch;
   /// each step begins with the first one. Chunks without a backward have no captures: run them under no_grad.
   /// If a forward or a backward needs memory that the order gives to an earlier chunk until its backward, it throws UsageError, and nothing
-  /// has been queued. Delayed weight gradients may be steps of the order. If they are not, they are its last steps, but those of microbatches
-  /// that share captures come before the next of them.
+  /// has been queued. Delayed weight gradients may be entries of the order. If they are not, compute them after its last entry, and those
+  /// of microbatches that share captures before the next of these microbatches begins.
   /// For make_graphed_callables only. CallOptions::max_captures of the engine bounds the captures of a callable.
   /// Throws (at the capture): UsageError for an order that no step can take, and for more captures than the bound allows. Also for stages
   /// without callables, callables without a stage of the order, and options that do not go with an order.
@@ -112,9 +112,10 @@ struct GraphOptions {
   ///
   /// `mine` says that this rank has something to capture. Return the logical and of `mine` over all ranks. If the result is false, the
   /// calls run eagerly in this step, and the next step asks again.
-  /// OffloadEngine::step asks on its thread at each step after the sizing step. make_graphed_callables asks with `true`, and a false
-  /// answer is a UsageError there. A callable asks with `true` before it captures again or captures a further bucket.
-  /// An exception from it ends the call that asked.
+  /// OffloadEngine::step asks on its thread at each step after the sizing pass. make_graphed_callables, make_bucketed_callables and
+  /// make_graphed_step ask with `true` before each capture, and so does a GraphedStep that captures other shapes: there false is a
+  /// UsageError. A callable asks with `true` before it captures again or captures a further bucket. An exception from it ends the call that
+  /// asked.
   TORCH_ARG(std::function<bool(bool mine)>, agree_to_capture);
   /// What a replay does if weights were relocated since its capture.
   TORCH_ARG(OnRelocatedWeights, on_relocated_weights) = OnRelocatedWeights::capture;
