@@ -295,9 +295,9 @@ std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vect
     specs.push_back(std::move(spec));
   }
   if (!agree_to_capture(options)) {
-    throw UsageError(
-        "make_graphed_callables: GraphOptions::agree_to_capture returned false, so no rank captures now; call it when "
-        "all ranks agree");
+    throw UsageError("\"" + callables.front().name() +
+                     "\", and what is captured with it, cannot be captured: GraphOptions::agree_to_capture returned "
+                     "false; try again when all ranks return true");
   }
   return specs;
 }

@@ -118,7 +118,8 @@ const CallVariant& GraphedStep::Shared::variant_for(const detail::CallRequest& r
 
 std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microbatches) {
   if (set_ == nullptr) {
-    throw UsageError("graphed step \"" + name() + "\": it was called after OffloadEngine::reset; make it again");
+    throw UsageError("graphed step \"" + name() +
+                     "\": it was called after GraphedStep::reset; make it again with make_graphed_step");
   }
   check_inputs(microbatches);
   const detail::LentBuffers buffers;

@@ -210,7 +210,7 @@ TEST_F(WholeStepErrorTest, RefusesCallsThatDoNotFit) {
   (void)step(trainer.data(0));
   step.reset();
   step.reset();
-  EXPECT_THROWS(UsageError, "called after OffloadEngine::reset", (void)step(trainer.data(0)));
+  EXPECT_THROWS(UsageError, "called after GraphedStep::reset", (void)step(trainer.data(0)));
 }
 
 TEST_F(WholeStepErrorTest, RefusesInputsOnAnotherDeviceIfItMayCaptureAgain) {
