@@ -73,7 +73,7 @@ class SIDESTREAM_API AdamW {
   /// Updates every parameter that has a gradient.  Ordering: work on the current stream.  Capture: legal.
   /// Throws: UsageError for a sparse gradient, and for a gradient of a parameter that required none when this object was made.
   void step();
-  /// Unsets `.grad` of all parameters, or zeros it.  Capture: legal only if it zeros.
+  /// Unsets or zeros `.grad` of the parameters that required a gradient when this object was made.  Capture: legal only if it zeros.
   void zero_grad(bool set_to_none = true);
 
   /// Sets the learning rate of all groups, from the next update on. Captured updates follow it.
@@ -90,7 +90,8 @@ class SIDESTREAM_API AdamW {
   /// State of the group's parameters that require a gradient, in their order.
   [[nodiscard]] const std::vector<AdamWState>& state(std::size_t group = 0) const;
   /// Names and tensors of the state, for saving. The tensors are the state itself. A name such as "0.2.exp_avg" gives the group, the index
-  /// in `state(group)`, and the tensor.
+  /// in `state(group)`, and the tensor. Learning rates and other options are not part of it: after `load_state`, set the rate with
+  /// `set_lr`.
   [[nodiscard]] std::vector<std::pair<std::string, at::Tensor>> named_state() const;
   /// Copies the tensors of a `named_state` into the state, in place, so that captured updates continue from it.
   /// Capture: illegal.  Throws: UsageError for a name that is missing or unknown, and for another shape; nothing is copied then.

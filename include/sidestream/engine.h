@@ -54,8 +54,8 @@ class [[nodiscard]] SIDESTREAM_API Step {
 /// Threads: one step at a time.  Capture: make no engine and begin no step inside a capture of your own.
 class SIDESTREAM_API OffloadEngine {
  public:
-  /// Throws: UsageError for bad options, and if saved tensors cannot be seen because Python's autograd engine is loaded. DeviceError if
-  /// the device cannot be used.
+  /// Throws: UsageError for bad options, for settings of LibTorch's allocator with which offload or graphs cannot work, and if Python's
+  /// autograd engine is loaded, which hides saved tensors. DeviceError if the device cannot be used.
   OffloadEngine(torch::nn::Module& model, Options options);
   /// Functions of an engine that was moved from throw UsageError.
   OffloadEngine(OffloadEngine&&) noexcept = default;
@@ -66,16 +66,18 @@ class SIDESTREAM_API OffloadEngine {
 
   /// Begins a step. First it captures the calls that the previous step ran eagerly and recorded. So the calls of the first step are
   /// captured when the second step begins.
-  /// Throws: UsageError while another step of this engine lives, inside this engine's captures, and for a pattern that matches nothing.
-  /// The failure of an earlier ~Step. CaptureError if a capture fails: nothing of it is left, and `step()` may be tried again.
+  /// Throws: UsageError while another step of this engine lives, inside this engine's captures, and for a pattern that matches nothing. The
+  /// failure of an earlier ~Step: then no step begins, so call `step()` again. If a capture fails, its error: CaptureError, DeviceError if
+  /// the device is full, UsageError if a call breaks a rule, or an exception of the call. Nothing of the capture is left, and `step()` may
+  /// be tried again.
   [[nodiscard]] Step step();
   /// The same, for a step whose chunks run in `order`: what `pipeline_order` gives for this rank, or an order of your own.
   ///
   /// Chunks must begin in the order of its forwards. Calls are captured in this order too (docs/pipelines.md): if the backward of a graphed
   /// call comes before its turn, it throws UsageError.
-  /// Throws: as `step()`. Also UsageError before the step begins: for a step that occurs twice, and for numbers below 0. The same for a
-  /// backward that is not after its forward, and for weight gradients that are not after their backward. The step's end throws UsageError
-  /// for chunks that did not come.
+  /// Throws: as `step()`. Also UsageError for a bad `order`, and then no step begins: an entry that occurs twice, a number below 0, a
+  /// backward that is not after its forward, weight gradients that are not after their backward. The step's end throws UsageError for
+  /// chunks that did not come.
   [[nodiscard]] Step step(const std::vector<PipelineStep>& order);
 
   /// Begins the forward of one chunk in the active step: see Chunk.
@@ -83,18 +85,19 @@ class SIDESTREAM_API OffloadEngine {
   /// 0, for a chunk that the step has had, and for one that is not next in the step's order. If it throws, the chunk has not begun.
   [[nodiscard]] Chunk chunk(ChunkId id);
 
-  /// Keeps the tensor's storage on the device for as long as it lives [mark_not_offload]. Call it before the scope that saves it has ended.
+  /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Call it before the end of the scope that
+  /// saves the tensor. It also works outside of steps.
   void mark_not_offload(const at::Tensor& tensor);
 
   /// Switches offload off, or on again, for all that is saved in calls and scopes of `module` and of the modules inside of it
   /// [set_activation_offloading]. Off wins over Options::offload and Options::delay, in eager steps and in graphs. On again, what the
   /// options name is offloaded.
   ///
-  /// A scope belongs to a module by its name: each name of the model for the module, and all names below. After the first step, a module
-  /// without such a scope is a UsageError. Of several switches that name one scope, the latest holds.
-  /// If a switch changes a scope that was entered before, all captures are made again. For `ss::call` and eager
-  /// scopes it does what `reset` does: the next step is a sizing pass. Callables and whole steps capture again at their next call that
-  /// no backward is pending for; until then they replay as captured.
+  /// A scope belongs to a module if its name is a name that the model has for the module, or begins with such a name and a dot. After the
+  /// first step, a module without such a scope is a UsageError. Of several switches that name one scope, the latest holds.
+  /// If a switch changes a scope that was entered before, all captures are made again. For `ss::call` and eager scopes it does what `reset`
+  /// does: the next step is a sizing pass. A callable or a whole step captures again at its next call, or at the first one for which no
+  /// backward of it is pending; until then it replays the old capture.
   /// Ordering: none.  Capture: illegal.  Threads: the step's.
   /// Throws: UsageError for a module that is not part of the model, inside a step and inside a capture; nothing changes then.
   /// Source: TransformerEngine's set_activation_offloading of operators.
@@ -103,8 +106,8 @@ class SIDESTREAM_API OffloadEngine {
   /// scopes inside of them. "all" switches offload off and on for a stretch of steps [disable_offload, enable_offload].
   void set_activation_offloading(const std::string& patterns, bool on);
 
-  /// Computes the gradients of parameters that have GradientPolicy::delayed, for all backwards that have not had it yet, in the order of
-  /// these backwards [backward_dw]. Does nothing if there are none: an eager backward computes all gradients.
+  /// Computes the delayed weight gradients (GradientPolicy::delayed) of all backwards that still lack them, in the order of these backwards
+  /// [backward_dw]. If there are none, it does nothing: an eager backward computes all gradients itself.
   ///
   /// Call it after each backward, or once after several; at the latest before the step ends. A graphed call whose weight gradients are
   /// delayed is in flight: its next forward uses another capture, as with a pending backward.

@@ -165,11 +165,12 @@ class SIDESTREAM_API GraphedCallable {
   Tensors call(c10::ArrayRef<NamedInput> inputs) const;
   /// The same on the stream, and with the event, that `options` name.
   Tensors call(c10::ArrayRef<NamedInput> inputs, const ReplayOptions& options) const;
-  /// Computes the gradients of parameters that have GradientPolicy::delayed, for the oldest backward that has not had it [backward_dw].
+  /// Computes the delayed weight gradients (GradientPolicy::delayed) of this callable's oldest backward that still lacks them
+  /// [backward_dw].
   ///
-  /// The gradients are accumulated in a backward pass of its own, in which the hooks of the parameters run. Call it once after each
-  /// backward, before the next forward of any callable captured with this one. With GraphOptions::order, call it at its step of the
-  /// order. Different callables may be called in any order. After an eager run it does nothing: that backward has computed all gradients.
+  /// A separate backward pass accumulates the gradients and runs the hooks of the parameters. Call it once after each backward, before the
+  /// next forward of any callable captured with this one. With GraphOptions::order, call it at its entry of the order. Different callables
+  /// may be called in any order. After an eager run it does nothing: that backward has computed all gradients.
   /// Ordering: as a backward.  Capture: illegal.
   /// Throws: UsageError if no gradients are delayed, and if a tensor that they are computed from was changed in place. What hooks throw.
   void backward_dw() const;

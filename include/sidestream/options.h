@@ -59,10 +59,10 @@ class Options {
   }
   /// Offloads at most `bytes` of the groups of `offload` that a pattern (or a comma-separated list) names; the others stay on the device.
   ///
-  /// Groups are taken whole, in the order of the forward, while they fit: the earliest wait longest for their
-  /// backward. A group counts in the first budget that names it; a second one with the same patterns is a UsageError.
-  /// Each sequence of graphed calls has the budget for itself, and so have all eager groups of a step. In a sizing
-  /// step everything is offloaded. If a group stays because of a budget, GroupReport::kept_because says so.
+  /// Groups are taken whole, in the order of the forward, while they fit: the earliest wait longest for their backward. A group counts in
+  /// the first budget that names it; a second one with the same patterns is a UsageError. Each sequence of graphed calls (those that are
+  /// captured together) has a budget of this size, and all eager groups of a step share one. In a sizing pass everything is offloaded. If a
+  /// group stays because of a budget, GroupReport::kept_because says so.
   Options& offload_at_most(const std::string& patterns, std::size_t bytes) {
     budgets_.push_back({patterns, bytes, 1});
     return *this;
@@ -121,11 +121,11 @@ class Options {
   /// A budget of live device bytes, weights included: the engine chooses what is offloaded. Graphed calls of `ss::call`
   /// offload only what the budget requires. Without `offload` patterns everything may be offloaded, else what they name.
   ///
-  /// At first all of it is offloaded. The second step that replays the graphs is measured: its memory, the times of its
-  /// graphs, and its waits for copies. Then the plan is made, and the calls are captured again.
-  /// Report::forecast_peak_bytes and forecast_seconds say what a step will take from then on. The first steps need what a
-  /// step takes with everything offloaded, and a warm-up one call's tensors. Eager groups are always offloaded. Calls or
-  /// shapes that are captured later follow the plan, and a note says if it was too small. OffloadEngine::reset plans anew.
+  /// At first the engine offloads all of it. It measures the second step that replays the graphs: its memory, the times of its graphs, and
+  /// its waits for copies. Then it makes the plan, and captures the calls again. Report::forecast_peak_bytes and forecast_seconds say what
+  /// a step will take from then on. The first steps take as much memory as a step with everything offloaded. A warm-up also needs the saved
+  /// tensors of one call. Eager groups are always offloaded. Calls or shapes that are captured later follow the plan. If a step then
+  /// exceeds the budget, a note says so. OffloadEngine::reset plans anew.
   ///
   /// If a step or its captures exceed the budget with all offloaded, OffloadEngine::step throws a UsageError. Later steps then offload all.
   /// Needs `graph`. Not to be set together with `lag`, `lookahead`, `groups_in_flight`, `offload_at_most`, `offload_fraction`,
@@ -158,14 +158,15 @@ class Options {
   /// bits must be equal, except for the sign of a zero. Under LibTorch's deterministic algorithms it is always 0. If it is 0, the
   /// environment variable SIDESTREAM_VERIFY_TOLERANCE sets it.
   TORCH_ARG(double, verify_tolerance) = 0;
-  /// Finds what makes the host wait in steps: values read on the host (`item`), results whose shape depends on data (`nonzero`),
-  /// blocking and pageable copies, and synchronisations of events, streams and the device. From the third step in a row
-  /// without a new capture on, it also finds device memory requested from the driver, and pinning of host memory.
+  /// Finds what makes the host wait in steps: values read on the host (`item`), results whose shape depends on data (`nonzero`), blocking
+  /// and pageable copies, and synchronisations of events, streams and the device. From the third step in a row without a new capture on, it
+  /// also finds device memory requested from the driver, pinning of host memory, and waits for the device inside operators.
   ///
   /// Report::syncs says where, how often, and what to use instead. Waits of the library itself and of other threads are not listed.
   /// With it each operator takes a little longer; without it there is no cost. SIDESTREAM_FIND_SYNCS=1 in the environment turns it on.
   TORCH_ARG(bool, find_syncs) = false;
-  /// Called before each warm-up, capture and pinning, so that a program can show its progress. Not set: no cost.
+  /// Called before each warm-up, capture and pinning, and after a plan for `device_budget` was made, so that a program can show its
+  /// progress. Not set: no cost.
   ///
   /// It may print, count and throw. It must not call into this engine or the device. It is never called inside a capture.
   /// Threads: called on the thread that needs the work: in OffloadEngine::step, in make_graphed_callables, or in a GraphedCallable

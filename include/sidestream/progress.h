@@ -12,15 +12,15 @@ enum class ProgressPhase : std::uint8_t {
   pin,               ///< page-locks host memory
   capture_forward,   ///< captures the forward of a call
   capture_backward,  ///< captures the backward of a call
-  plan,  ///< has planned for Options::device_budget, and captured the calls again: a step of the plan begins
+  plan,              ///< a plan for Options::device_budget was made, and the calls were captured again
 };
 
-/// One piece of that work. The callback is called just before it begins.
+/// One piece of that work. The callback is called just before the piece begins; in the phase `plan`, after the plan was made.
 struct Progress {
   ProgressPhase phase = ProgressPhase::warm_up;  ///< the kind of work
   std::size_t index = 0;                         ///< index of the piece in its phase, from 0
   std::size_t count = 0;                         ///< number of pieces in the phase
-  /// Name of the call; empty in the phase `pin`, and the forecast in words in the phase `plan`. Valid only during the callback.
+  /// Name of the call. Empty in the phase `pin`. In the phase `plan`, a sentence with the forecast. Valid only during the callback.
   std::string_view name;
   /// In the phase `pin`: pinned host memory that the plan needs. In the phase `plan`: the expected peak of device memory. Else 0.
   std::size_t bytes = 0;

@@ -21,22 +21,22 @@ struct GroupReport {
 struct ChunkReport {
   std::int64_t stage = 0;            ///< its virtual stage
   std::int64_t microbatch = 0;       ///< its microbatch
-  std::int64_t offloaded_bytes = 0;  ///< whose copies to the host were queued while it was the active chunk
-  double offload_seconds = 0;        ///< of its copies to the host, in the step that was traced, as the next two
-  double reload_seconds = 0;         ///< of its copies to the device
-  double waited_seconds = 0;         ///< that its compute stood still for copies
+  std::int64_t offloaded_bytes = 0;  ///< bytes whose copies to the host were queued while it was the active chunk
+  double offload_seconds = 0;        ///< in the traced step: how long its copies to the host ran
+  double reload_seconds = 0;         ///< in the traced step: how long its copies to the device ran
+  double waited_seconds = 0;         ///< in the traced step: how long its compute waited for copies
 };
 
 /// What a call or a group did in the step that was traced. Times are the device's; 0 if it keeps none.
 struct TimesReport {
   std::string name;                  ///< full name, such as "blocks.3"
-  double forward_seconds = 0;        ///< of its forward graphs
-  double backward_seconds = 0;       ///< of its backward graphs, and of the graphs of delayed weight gradients
-  double waited_seconds = 0;         ///< that compute stood still here until copies were done
-  double offload_seconds = 0;        ///< of its copies to the host
-  double reload_seconds = 0;         ///< of its copies to the device
-  std::int64_t offloaded_bytes = 0;  ///< of its copies to the host
-  std::int64_t reloaded_bytes = 0;   ///< of its copies to the device
+  double forward_seconds = 0;        ///< how long its forward graphs ran
+  double backward_seconds = 0;       ///< how long its backward graphs ran, and those of delayed weight gradients
+  double waited_seconds = 0;         ///< how long compute waited here for copies
+  double offload_seconds = 0;        ///< how long its copies to the host ran
+  double reload_seconds = 0;         ///< how long its copies to the device ran
+  std::int64_t offloaded_bytes = 0;  ///< bytes of its copies to the host
+  std::int64_t reloaded_bytes = 0;   ///< bytes of its copies to the device
 };
 
 /// One reason for tensors that always stay on the device: those that eager scopes saved in one step, and graphed calls in their captures.
@@ -65,20 +65,24 @@ struct SIDESTREAM_API Report {
   std::int64_t offloaded_bytes = 0;  ///< offloaded in a step
   std::int64_t reloaded_bytes = 0;   ///< reloaded in a step
   std::int64_t saved_bytes = 0;      ///< distinct storages that autograd saved in the sizing pass
-  std::int64_t unseen_bytes = 0;     ///< growth of device memory in the sizing pass's forward that no hook saw
-  std::int64_t copied_twice_bytes =
-      0;                             ///< in a step: storages copied again, since they may have been written in between
-  std::int64_t unplanned_bytes = 0;  ///< in a step: saved by groups that are offloaded, but not part of the plan
-  std::int64_t refused_bytes = 0;    ///< in a step: not offloaded, because no pinned memory was free
-  std::int64_t pinned_bytes = 0;     ///< page-locked host memory that is held
+  /// By how much device memory grew in the forward of the sizing pass, less the tensors that autograd saved. The engine cannot offload it.
+  std::int64_t unseen_bytes = 0;
+  /// In a step: storages that were copied to the host again, because the program may have written them after the first copy.
+  std::int64_t copied_twice_bytes = 0;
+  /// In a step, and in all captures that exist: saved by groups that are offloaded, but not part of the plan.
+  std::int64_t unplanned_bytes = 0;
+  /// In a step, and in all captures that exist: not offloaded, because no pinned memory was free.
+  std::int64_t refused_bytes = 0;
+  std::int64_t pinned_bytes = 0;                       ///< page-locked host memory that is held
   std::int64_t pinned_requested_bytes = 0;             ///< requested bytes that found room, without rounding
   std::int64_t host_cap = 0;                           ///< the cap of Options::host_cap, or its default
-  std::int64_t pinned_allocations_after_planning = 0;  ///< 0, or the engine has a fault: report it
+  std::int64_t pinned_allocations_after_planning = 0;  ///< if it is not 0, the engine has a fault
   /// In a step: waits that were queued on a stream for the copies of one call or group. The wait for all copies at a step's end is not
   /// counted.
   std::int64_t waits = 0;
   std::int64_t inline_reloads = 0;  ///< in a step: groups that backward needed before their reload had begun
-  std::int64_t captures = 0;        ///< graphs captured so far; forward and backward count separately
+  std::int64_t captures =
+      0;  ///< forward graphs and backward graphs captured so far, without those of delayed weight gradients
   /// Captures of calls that had one before, for whatever reason: relocated weights, new arguments, more microbatches
   /// in flight, another shape, a plan for Options::device_budget, ... Forward and backward count as one.
   std::int64_t recaptures = 0;
@@ -122,10 +126,10 @@ struct SIDESTREAM_API Report {
   /// 0: none yet. Only such steps have timing events. The next five are of this step; all but the last are 0 if the device keeps no time.
   std::int64_t traced_step = 0;
   double traced_seconds = 0;            ///< from its begin to its end on the device
-  double waited_seconds = 0;            ///< that compute stood still until copies were done, its end included
-  double offload_seconds = 0;           ///< of all copies to the host
-  double reload_seconds = 0;            ///< of all copies to the device
-  double tracing_seconds = 0;           ///< that the host took to trace it
+  double waited_seconds = 0;            ///< how long compute waited for copies, the step's end included
+  double offload_seconds = 0;           ///< how long all copies to the host ran
+  double reload_seconds = 0;            ///< how long all copies to the device ran
+  double tracing_seconds = 0;           ///< how long the host took to trace it
   std::int64_t verified_forwards = 0;   ///< replays compared with an eager run, in all steps (Options::verify_replays)
   std::int64_t verified_backwards = 0;  ///< the part of them whose gradients were compared too
   std::int64_t checked_operations = 0;  ///< operations in the journal (Options::check_steps)

@@ -23,8 +23,9 @@ struct Group;
 /// Throws: UsageError for an empty name or one with a dot. The failure of an earlier scope's destructor.
 /// Source: JAX's checkpoint_name; Megatron-LM's fine-grained activation offload.
 ///
-/// **Groups by hand.** After its end, the object is a handle of its groups: its own, and those of tags inside of it. With it a program
-/// says itself when they are offloaded and reloaded. What it does not say, the engine does as for other groups: nothing is lost.
+/// **Groups by hand.** After the scope's end, the object is a handle of the scope's group, and of the groups that `tag` made inside of it.
+/// With the handle a program decides when these groups are offloaded and reloaded. If it does not decide, the engine treats them like all
+/// others.
 /// Without an active step, and for groups that are not offloaded, these functions do nothing.
 /// Capture: UsageError in a call that is captured; in a whole step (`make_graphed_step`) legal.
 /// Threads: any, while the thread of the step waits for it, as in a backward's hooks. They do not wait on the host.
@@ -57,10 +58,10 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
   /// Queues the reload of groups whose device memory was freed, before their backward asks for it [start_reload_layer].
   /// Groups that are still on the device are not copied; delayed groups stay there.
   void start_reload();
-  /// Takes the memory of `tensor` from the program: only the group keeps it, on the device or on the host. So it is freed after its
-  /// copy although the program still holds the tensor [forced_released_tensors]. `tensor` must be in a group of the scope, which has
-  /// ended. From here on each read of it, or of a view of the same storage, throws a c10::Error with the group's name. So does a capture
-  /// that reads it. The backward is not affected.
+  /// Takes the storage away from `tensor` and from all its views, and leaves it to the group. So the device memory is freed after its copy,
+  /// although the program still has the tensor [forced_released_tensors]. The scope must have ended, and `tensor` must be in one of its
+  /// groups. Afterwards, each read of the tensor, or of a view of the same storage, throws a c10::Error with the group's name, also in a
+  /// capture. The backward is not affected.
   /// Threads: that of the scope.
   /// Throws: UsageError for a tensor that is in no group of the scope, and for memory of a graph or a TensorPool.
   void release(const at::Tensor& tensor);
@@ -83,9 +84,9 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
 /// Throws: UsageError for an empty name or one with a dot.
 SIDESTREAM_API at::Tensor tag(const at::Tensor& tensor, const char* name);
 
-/// Says that the value of `tensor` is complete with the work that is queued on the current stream so far. If a group offloads its storage,
-/// this copy waits for that work alone, and not for all work before the end of the group [start_offload(tensor)]. Call it before or after
-/// autograd saves the tensor, and before the group ends. It holds for the tensor's present version.
+/// Tells the engine that the work queued on the current stream until now completes the value of `tensor`. If a group offloads the tensor's
+/// storage, the copy waits only for that work, and not for all work before the end of the group [start_offload(tensor)]. Call it before or
+/// after autograd saves the tensor, and before the group ends. If the tensor is written later, the call has no effect.
 /// Without an active step on this thread it does nothing.
 /// Throws: UsageError in a call that is captured.
 SIDESTREAM_API void mark_ready(const at::Tensor& tensor);
@@ -95,8 +96,8 @@ SIDESTREAM_API void mark_ready(const at::Tensor& tensor);
 /// Throws: UsageError in a call that is captured; errors of the copies.
 SIDESTREAM_API void offload_delayed();
 
-/// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Call it before the scope that
-/// saves the tensor has ended: its copy begins then. Outside of steps it does nothing: use OffloadEngine::mark_not_offload there.
+/// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Call it before the end of the scope that
+/// saves the tensor, because the copies begin there. Outside of steps it does nothing: use OffloadEngine::mark_not_offload there.
 SIDESTREAM_API void mark_not_offload(const at::Tensor& tensor);
 
 }  // namespace sidestream
