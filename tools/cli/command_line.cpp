@@ -83,7 +83,9 @@ int complain(std::string_view what, int code) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Trains a byte-level language model with graphed layers whose activations are offloaded.", "sidestream");
+  CLI::App app(
+      "Trains a byte-level language model with graphs and offload, and checks, simulates and reports such training.",
+      "sidestream");
   app.set_version_flag("--version", std::string("sidestream ") + version());
   app.require_subcommand(1);
   TrainingOptions options;
@@ -119,7 +121,8 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     const bool misspelled = app.get_subcommands().empty() && argc > 1 && argv[1][0] != '-';
     const std::string what = misspelled ? "'" + std::string(argv[1]) + "' is no command" : error.what();
-    return complain(what + " (sidestream --help lists commands and options)", kUsage);
+    return complain(what + " (sidestream --help lists the commands, sidestream COMMAND --help the options of one)",
+                    kUsage);
   }
   if (check->parsed()) {
     return cli::check(checked);

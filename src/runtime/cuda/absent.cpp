@@ -5,7 +5,9 @@
 namespace sidestream::cuda {
 namespace {
 
-constexpr const char* left_out = "this build of Sidestream has no cuda backend (LibTorch without CUDA)";
+constexpr const char* left_out =
+    "this build of Sidestream has no cuda backend (the summary of meson setup says why: a LibTorch without CUDA, no "
+    "CUDA headers, or -Dcuda=disabled)";
 
 Availability availability() { return {Availability::State::absent, left_out}; }
 
