@@ -557,19 +557,6 @@ void a_switch_of_offload(c10::Device device) {
   check(offloaded_groups(engine) > 0, "groups are offloaded again");
 }
 
-/// The first step asks nobody, so that no process group is needed here.
-void agreement_of_ranks(c10::Device device) {
-  Model model = model_of(device);
-  const c10::intrusive_ptr<c10d::ProcessGroup> group;
-  ss::GraphOptions graph_options;
-  //@ agreement of ranks
-  ss::OffloadEngine engine(*model, ss::Options(device).graph("blocks.*").graph_options(graph_options));
-  auto batch = batch_of(device);
-  auto step = engine.step();
-  model->loss(batch.data, batch.target).backward();
-  step.finish();
-}
-
 const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"first step out of memory", first_step_out_of_memory},
     {"layers 4 to 20", layers_4_to_20},
@@ -593,7 +580,6 @@ const std::map<std::string, std::function<void(c10::Device)>> kRecipes{
     {"a budget", a_budget},
     {"budgets by name", budgets_by_name},
     {"a switch of offload", a_switch_of_offload},
-    {"agreement of ranks", agreement_of_ranks},
 };
 
 }  // namespace
