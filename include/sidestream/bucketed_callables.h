@@ -11,9 +11,9 @@
 
 namespace sidestream {
 
-/// What a bucketed callable does with inputs that fit no bucket. With `eager` each callable gives one warning. `capture` adds a bucket: if
-/// the inputs of the first callable fit none, all callables run eagerly in that pass, each once and in order. They are captured with these
-/// inputs as soon as the first callable is called again and no backward is pending.
+/// What a bucketed callable does with inputs that fit no bucket. With `eager` each callable gives one warning. `capture` adds a bucket if
+/// the inputs of the first callable fit none. In that pass, call each callable once, in order: they run eagerly. When the first callable is
+/// called again and no backward is pending, all are captured with the inputs of that pass.
 using OnUnknownShape = OnNewArguments;
 /// What a bucketed callable does if a pending backward needs the memory: of another bucket, or of an earlier call of the same bucket.
 enum class OnPendingBucket : std::uint8_t {

@@ -14,15 +14,15 @@ struct PipelineCosts {
   double forward_seconds = 0;          ///< of a layer
   double backward_seconds = 0;         ///< of a layer
   double weights_seconds = 0;          ///< of a layer's backward: for weight gradients, if these are delayed
-  double send_seconds = 0;             ///< until the next virtual stage has what a chunk's forward or backward computed
-  std::int64_t saved_bytes = 0;        ///< saved by a layer for its backward
-  std::int64_t offloadable_bytes = 0;  ///< of these, in groups that the options offload; 0: nothing is offloaded
+  double send_seconds = 0;             ///< until a chunk's output or gradient is at the next virtual stage
+  std::int64_t saved_bytes = 0;        ///< what a layer saves for its backward
+  std::int64_t offloadable_bytes = 0;  ///< the part of `saved_bytes` that Options::offload names; 0: no offload
   std::int64_t for_weights_bytes =
       0;  ///< kept by a layer from its backward until its weight gradients, if these are delayed
   std::int64_t chunk_bytes =
       0;  ///< kept by a chunk until its backward's end, beside its layers: its input and its output
-  std::int64_t forward_more_bytes = 0;    ///< besides, at the peak of a layer's forward
-  std::int64_t backward_more_bytes = 0;   ///< besides, at the peak of a layer's backward
+  std::int64_t forward_more_bytes = 0;    ///< what a layer's forward takes at its peak beyond the bytes above
+  std::int64_t backward_more_bytes = 0;   ///< what a layer's backward takes at its peak beyond the bytes above
   double to_host = 0;                     ///< bytes a second; needed if something is offloadable
   double to_device = 0;                   ///< likewise
   std::optional<std::int64_t> lag;        ///< bytes, as Options::lag; not set: as the engine chooses on a GPU
@@ -34,7 +34,7 @@ struct ForecastStep {
   PipelineStep step;  ///< the step
   double begin = 0;   ///< when the rank is free and the step's input is there
   double end = 0;     ///< when its last layer ends
-  double waited = 0;  ///< of this time, its layers waited for copies
+  double waited = 0;  ///< the part of the time from `begin` to `end` in which its layers waited for copies
 };
 
 /// A copy of what one layer of a chunk saved.
