@@ -294,8 +294,9 @@ void EngineSequences::follow_weights(CallTable& calls) {
     }
     if (resources_.options.graph_options().on_relocated_weights() == OnRelocatedWeights::error) {
       throw UsageError(
-          "parameters or buffers of graphed calls were relocated or replaced since the capture (load, Module::to); "
-          "call OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");
+          holder->captured().describe(0) +
+          ", or a call that was captured with it: parameters or buffers were relocated or replaced since the capture "
+          "(load, Module::to); call OffloadEngine::reset, or set GraphOptions::on_relocated_weights to capture");
     }
     if (change.stale() && !change.only_relocated()) {
       holder->sequence->reset();

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -174,9 +175,9 @@ void take_gradients(CapturedCall& call, SequenceCapture::Live& live, std::vector
       continue;
     }
     if (accumulated ? !added->has(next_added++) : !grad.defined()) {
-      throw CaptureError(
-          "a parameter got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
-          "work each time");
+      throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
+                         " got a gradient in the sizing pass, but gets none in the capture; let the callable do the "
+                         "same work each time");
     }
     if (!accumulated) {
       parameter.grad = std::move(grad);

@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/nn/module.h>
 
@@ -70,10 +71,9 @@ std::vector<std::size_t> kinds_of_calls(const SequenceCapture& capture, const st
 /// Of an accumulated gradient: the `.grad` that the backward graph adds into.
 OwnedGradient prepare_grad(OwnedGradients& gradients, const CapturedCall& call, const at::Tensor& parameter) {
   if (has_gradient_hooks(parameter)) {
-    throw UsageError(
-        "graphed call \"" + call.spec.name + "\": a parameter has gradient hooks, but a backward graph that " +
-        "adds into .grad would not run them. Capture with another GradientPolicy than accumulated for this "
-        "parameter (GraphOptions::gradients)");
+    throw UsageError("graphed call \"" + call.spec.name + "\": a parameter of shape " + c10::str(parameter.sizes()) +
+                     " has gradient hooks, but a backward graph that adds into .grad would not run them. Capture with "
+                     "another GradientPolicy than accumulated for this parameter (GraphOptions::gradients)");
   }
   return gradients.of(parameter);
 }

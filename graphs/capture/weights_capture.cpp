@@ -2,6 +2,7 @@
 #include <utility>
 #include <vector>
 
+#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -83,11 +84,11 @@ void allocate_weights_targets(SequenceCapture& capture, std::size_t index) {
   }
 }
 
-void require_gradient(const at::Tensor& grad) {
+void require_gradient(const CallParameter& parameter, const at::Tensor& grad) {
   if (!grad.defined()) {
-    throw CaptureError(
-        "a parameter got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
-        "work each time");
+    throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
+                       " got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
+                       "work each time");
   }
 }
 
@@ -119,7 +120,7 @@ std::vector<at::Tensor> run_first_part(SequenceCapture& capture, std::size_t ind
   std::vector<at::Tensor> made = split.run_first(seeds);
   for (const auto i : c10::irange(delayed.size())) {
     if (!split.in_second(i)) {
-      require_gradient(made[order.size() - delayed.size() + i]);
+      require_gradient(call.parameters[delayed[i]], made[order.size() - delayed.size() + i]);
     }
   }
   std::vector<at::Tensor> grads(targets.size());
@@ -172,7 +173,7 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
   for (const auto i : c10::irange(delayed.size())) {
     CallParameter& parameter = call.parameters[delayed[i]];
     if (split.in_second(i)) {
-      require_gradient(grads[i]);
+      require_gradient(parameter, grads[i]);
       parameter.grad = grads[i];
     }
     parameter.grad = not_owning(parameter.grad);

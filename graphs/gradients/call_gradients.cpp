@@ -9,6 +9,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -157,9 +158,9 @@ OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
     if (gradient.memory.sizes() == parameter.sizes() && gradient.memory.scalar_type() == parameter.scalar_type() &&
         gradient.memory.device() == parameter.device()) {
       if (!lies_in(gradient.attached, gradient.memory)) {
-        throw UsageError(
-            "a capture adds into the .grad of a parameter that other graphs add into, but that .grad was given other "
-            "memory since (set_data). Set .grad to none, and run a backward of those graphs before the capture");
+        throw UsageError("a capture adds into the .grad of a parameter of shape " + c10::str(parameter.sizes()) +
+                         " that other graphs add into, but that .grad was given other memory since (set_data). Set "
+                         ".grad to none, and run a backward of those graphs before the capture");
       }
       return gradient;
     }
@@ -227,27 +228,27 @@ void check_owned_grads(const std::string& name, const std::vector<CallParameter>
       continue;
     }
     if (!parameter.tensor.requires_grad()) {
-      throw UsageError("graphed call \"" + name +
-                       "\": a parameter was frozen between the call's forward and its backward. In plain training it "
-                       "would get no gradient, but the backward graph adds into its .grad. Freeze it before the "
-                       "forward or after the backward, or capture with another GradientPolicy than accumulated for "
-                       "this parameter (GraphOptions::gradients)");
+      throw UsageError(
+          "graphed call \"" + name + "\": a parameter of shape " + c10::str(parameter.tensor.sizes()) +
+          " was frozen between the call's forward and its backward. In plain training it would get no "
+          "gradient, but the backward graph adds into its .grad. Freeze it before the forward or after the "
+          "backward, or capture with another GradientPolicy than accumulated for this parameter "
+          "(GraphOptions::gradients)");
     }
     if (has_gradient_hooks(parameter.tensor)) {
-      throw UsageError(
-          "graphed call \"" + name +
-          "\": a parameter got gradient hooks after the capture, but a backward graph that adds into "
-          ".grad would not run them; capture with another GradientPolicy than accumulated for this parameter "
-          "(GraphOptions::gradients)");
+      throw UsageError("graphed call \"" + name + "\": a parameter of shape " + c10::str(parameter.tensor.sizes()) +
+                       " got gradient hooks after the capture, but a backward graph that adds into .grad would not run "
+                       "them; capture with another GradientPolicy than accumulated for this parameter "
+                       "(GraphOptions::gradients)");
     }
     const at::Tensor& grad = parameter.tensor.grad();
     if (grad.defined() && !is_owned(parameter, grad) &&
         !held_by_parameter_alone(grad, parameter.attached, parameter.grad)) {
-      throw UsageError("graphed call \"" + name +
-                       "\": the .grad of a parameter was replaced by another tensor, or given other memory, " +
-                       "but its backward graph adds into the .grad that it owns. Set .grad to none or zero it in "
-                       "place, or capture with another GradientPolicy than accumulated for this parameter "
-                       "(GraphOptions::gradients)");
+      throw UsageError(
+          "graphed call \"" + name + "\": the .grad of a parameter of shape " + c10::str(parameter.tensor.sizes()) +
+          " was replaced by another tensor, or given other memory, but its backward graph adds into the "
+          ".grad that it owns. Set .grad to none or zero it in place, or capture with another GradientPolicy than "
+          "accumulated for this parameter (GraphOptions::gradients)");
     }
   }
 }

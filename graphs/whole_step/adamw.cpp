@@ -13,6 +13,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 
 #include "graphs/whole_step/whole_step_watch.h"
@@ -101,16 +102,17 @@ AdamW::Updates::Updates(std::vector<AdamWGroup> given) {
   for (const auto i : c10::irange(given.size())) {
     check(given[i].options);
     groups.push_back({given[i].options, {}});
-    for (const at::Tensor& parameter : given[i].parameters) {
+    for (const auto j : c10::irange(given[i].parameters.size())) {
+      const at::Tensor& parameter = given[i].parameters[j];
+      const auto named = [&] { return "AdamW: parameter " + std::to_string(j) + " of group " + std::to_string(i); };
       if (!parameter.defined() || !parameter.is_leaf() || !parameter.is_floating_point() ||
           parameter.layout() != at::kStrided) {
-        throw UsageError("AdamW: a parameter of group " + std::to_string(i) +
+        throw UsageError(named() +
                          " is undefined, not a leaf, not dense or not floating-point; pass leaf tensors, such as those "
                          "of Module::parameters()");
       }
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
-        throw UsageError("AdamW: a parameter of group " + std::to_string(i) +
-                         " is given twice; pass each parameter once");
+        throw UsageError(named() + " is given twice; pass each parameter once");
       }
       if (parameter.requires_grad()) {
         add(i, parameter);
@@ -149,10 +151,12 @@ void AdamW::Updates::step() {
       }
     }
   }
-  if (std::any_of(frozen.begin(), frozen.end(), [](const at::Tensor& given) { return given.grad().defined(); })) {
-    throw UsageError(
-        "AdamW: a parameter has a gradient, but did not require one when the optimizer was made, and so has no state. "
-        "Make a new optimizer; or make it while all parameters are trainable, and freeze some afterwards");
+  const auto met =
+      std::find_if(frozen.begin(), frozen.end(), [](const at::Tensor& given) { return given.grad().defined(); });
+  if (met != frozen.end()) {
+    throw UsageError("AdamW: a parameter of shape " + c10::str(met->sizes()) +
+                     " has a gradient, but did not require one when the optimizer was made, and so has no state. "
+                     "Make a new optimizer; or make it while all parameters are trainable, and freeze some afterwards");
   }
   for (const Bucket& bucket : buckets_) {
     update(bucket);
@@ -181,7 +185,8 @@ void AdamW::Updates::update(const Bucket& bucket) {
       continue;
     }
     if (gradient.layout() != at::kStrided) {
-      throw UsageError("AdamW: a gradient is not dense; use an optimizer for sparse gradients");
+      throw UsageError("AdamW: the gradient of a parameter of shape " + c10::str(state.parameter.sizes()) +
+                       " is not dense; use an optimizer for sparse gradients");
     }
     parameters_.push_back(state.parameter);
     gradients_.push_back(laid_out_as(gradient, state.parameter));

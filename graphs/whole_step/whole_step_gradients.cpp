@@ -130,9 +130,9 @@ std::vector<WholeStepBody::NewGradient> WholeStepBody::add_gradients(const at::T
 void WholeStepBody::refuse_hooks() const {
   for (const at::Tensor& leaf : leaves_) {
     if (leaf.requires_grad() && has_gradient_hooks(leaf)) {
-      throw UsageError("graphed step \"" + given_->name +
-                       "\": a parameter has gradient hooks, which its graph would not run; do their work in the step's "
-                       "update, or train without a graphed step");
+      throw UsageError("graphed step \"" + given_->name + "\": a parameter of shape " + c10::str(leaf.sizes()) +
+                       " has gradient hooks, which its graph would not run; do their work in the step's update, or "
+                       "train without a graphed step");
     }
   }
 }
