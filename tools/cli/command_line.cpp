@@ -68,9 +68,11 @@ constexpr const char* kCheckFooter = R"(Examples:
   sidestream check --schedule seed:77 --layers 2 --graphs off
       Runs one schedule again with the same model and options, and names the pair of operations whose order matters.
 
-Schedules run on the sim device, in this sequence: early, late, d2h-early and d2h-late; each stream starved (starve:N); work
-of pairs that nothing orders, held back (hold:N). Then all other work held back, in turns with random seeds (seed:N); then only
-seeds, up to the given number.
+Schedules run on the sim device, in this sequence, up to the given number:
+  early, late, d2h-early, d2h-late
+  starve:N   one for each stream, which runs only if nothing else may run
+  hold:N     one for each piece of work that nothing orders against another, held back as long as possible
+  hold:N for all other work, and seed:N (a random order), in turns; then only seed:N
 Exit codes: 0 all orders give the same bytes; 1 an order gives other bytes, or accesses are not ordered; 2 wrong usage; 130, 143
 or 129 if Ctrl-C, SIGTERM or SIGHUP ended the run.)";
 

@@ -142,17 +142,18 @@ void declare_simulate_options(CLI::App& command, SimulateOptions& options) {
   };
   command.add_flag("--dw", options.shape.delay_weight_gradients, "Delay weight gradients (a zero-bubble order)");
   add("--layers", options.layers, "Layers of a chunk, each a graphed call", "N");
-  add_ms("--forward-ms", options.forward_ms, "A layer's forward");
-  add_ms("--backward-ms", options.backward_ms, "A layer's backward");
-  add_ms("--weights-ms", options.weights_ms, "With --dw: its part for weight gradients (default: half)");
-  add_ms("--send-ms", options.send_ms, "Until the next virtual stage has a chunk's output or gradient");
-  add_mib("--saved-mib", options.saved_mib, "Saved by a layer for its backward");
-  add_mib("--offloadable-mib", options.offloadable_mib, "Of these, in groups that are offloaded; 0: no offload");
+  add_ms("--forward-ms", options.forward_ms, "Time of a layer's forward");
+  add_ms("--backward-ms", options.backward_ms, "Time of a layer's backward");
+  add_ms("--weights-ms", options.weights_ms,
+         "With --dw: the part of --backward-ms for weight gradients (default: half)");
+  add_ms("--send-ms", options.send_ms, "Time to send a chunk's output or gradient to the next virtual stage");
+  add_mib("--saved-mib", options.saved_mib, "What a layer saves for its backward");
+  add_mib("--offloadable-mib", options.offloadable_mib, "The part of --saved-mib that is offloaded; 0: no offload");
   add_mib("--for-weights-mib", options.for_weights_mib,
-          "With --dw: kept by a layer from its backward until its weight gradients (default: as --saved-mib)");
-  add_mib("--chunk-mib", options.chunk_mib, "Kept by a chunk until its backward's end, beside its layers");
-  add_mib("--forward-more-mib", options.forward_more_mib, "Besides, at the peak of a layer's forward");
-  add_mib("--backward-more-mib", options.backward_more_mib, "Besides, at the peak of a layer's backward");
+          "With --dw: what a layer keeps from its backward until its weight gradients (default: as --saved-mib)");
+  add_mib("--chunk-mib", options.chunk_mib, "What a chunk keeps until its backward's end, in addition to its layers");
+  add_mib("--forward-more-mib", options.forward_more_mib, "What a layer's forward takes at its peak, in addition");
+  add_mib("--backward-more-mib", options.backward_more_mib, "What a layer's backward takes at its peak, in addition");
   add_gbs("--to-host-gbs", options.to_host_gbs, "Rate of the link to the host");
   add_gbs("--to-device-gbs", options.to_device_gbs, "Rate of the link to the device");
   add_mib("--lag-mib", options.lag_mib, "Options::lag (default: as the engine chooses on a GPU)");
