@@ -34,7 +34,7 @@ const char* way_out(const GraphSequence& sequence) {
 
 void Dispatcher::call_callable(const Call& call) {
   if (call.site.dropped) {
-    throw UsageError(describe(call.site) + ": replayed after reset; capture it again");
+    throw UsageError(describe(call.site) + ": replayed after reset; make the callables again");
   }
   CallSet* const set = call.site.set;
   if (const CallableOrder* const order = call.site.order; order != nullptr) {

@@ -31,7 +31,7 @@ const char* text_of(EagerCause cause) {
     case EagerCause::after_eager_call:
       return "because a callable whose output they are linked to ran eagerly";
     case EagerCause::with_gradients:
-      return "with gradients enabled, but were captured for no_grad (GraphOptions::forward_only)";
+      return "with gradients enabled, although captured for no_grad (GraphOptions::forward_only)";
   }
   return "";
 }

@@ -74,8 +74,8 @@ std::string in_words(const StepForecast& forecast, std::int64_t budget) {
   if (forecast.seconds > 0) {
     std::snprintf(time, sizeof time, " and %.1f ms", kMilliseconds * forecast.seconds);
   }
-  return "a step will take " + mebibytes(forecast.peak) + " of " + mebibytes(budget) + time + ", and offload " +
-         mebibytes(forecast.moved);
+  return "a step will take " + mebibytes(forecast.peak) + " of device memory (budget: " + mebibytes(budget) + ")" +
+         time + ", and will offload " + mebibytes(forecast.moved);
 }
 
 /// Why no plan is within `budget`. `beside`: live bytes beside the graphs that are captured again.
@@ -86,9 +86,10 @@ std::string refusal_of(const MeasuredStep& step, std::int64_t beside, std::int64
       of_step >= of_captures
           ? "a step takes " + exact_mebibytes(of_step) +
                 " with all offloaded that can be; set a budget of at least that, or take a smaller batch"
-          : "to capture the calls again takes " + exact_mebibytes(of_captures) + ", with " + mebibytes(beside) +
-                " that are live when the step begins; unset gradients before OffloadEngine::step, or set a budget of "
-                "at least the former";
+          : "to capture the calls again takes " + exact_mebibytes(of_captures) + ", of which " + mebibytes(beside) +
+                " are live when the step begins; unset gradients before OffloadEngine::step, or set a budget of at "
+                "least " +
+                exact_mebibytes(of_captures);
   return "device_budget is " + exact_mebibytes(budget) + ", but " + text + ". The engine goes on with all offloaded";
 }
 

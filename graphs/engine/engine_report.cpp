@@ -209,8 +209,8 @@ Report EngineState::report() const {
       report.refused_bytes += static_cast<std::int64_t>(call.refused_bytes);
       if (call.refused_bytes > 0) {
         report.notes.push_back("graphed call \"" + call.spec.name + "\": " + std::to_string(call.refused_bytes) +
-                               " bytes stay on the device that were planned to be offloaded: its capture saved other "
-                               "tensors than its sizing pass");
+                               " bytes stay on the device although the plan offloads them: its capture saved other "
+                               "tensors than its sizing pass; let the call do the same work each time");
       }
     }
   });

@@ -199,7 +199,7 @@ void Callable::check_not_null(bool with_module) const {
                      "\": its module is null (or its holder empty); make the module first, or leave the argument out");
   }
   if (function_ == nullptr) {
-    throw UsageError("callable \"" + name_ + "\": its function is null");
+    throw UsageError("callable \"" + name_ + "\": its function is null; pass a function");
   }
 }
 
@@ -281,7 +281,9 @@ std::vector<CallSpec> EngineAccess::specs_of(EngineState& state, const std::vect
     for (const Sample& sample : samples[i]) {
       if (sample.callable() >= static_cast<std::int64_t>(i)) {
         throw UsageError("make_graphed_callables: callable \"" + spec.name + "\" takes the output of callable " +
-                         std::to_string(sample.callable()) + ", which does not come before it in the list");
+                         std::to_string(sample.callable()) +
+                         ", which does not come before it in the list; list the callable that gives the output first "
+                         "(callables count from 0)");
       }
       CallInput& input = spec.inputs.emplace_back();
       if (sample.callable() < 0) {

@@ -207,7 +207,7 @@ bool CapturedSequence::follows_eager_call(std::size_t index, c10::ArrayRef<at::T
 
 void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs) const {
   if (!calls[index].forward.graph) {
-    throw UsageError(describe(index) + ": replayed after reset; capture it again");
+    throw UsageError(describe(index) + ": replayed after reset; make the callables again");
   }
   if (accepts(index, inputs)) {
     return;
@@ -216,7 +216,7 @@ void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs
   refuse_composite_inputs(describe(index), inputs);
   if (inputs.size() != call.inputs.size()) {
     throw UsageError(describe(index) + ": captured with " + std::to_string(call.inputs.size()) + " tensors, given " +
-                     std::to_string(inputs.size()));
+                     std::to_string(inputs.size()) + "; pass one for each sample");
   }
   for (const auto i : c10::irange(inputs.size())) {
     const StaticInput& held = call.inputs[i];

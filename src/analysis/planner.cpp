@@ -88,9 +88,11 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
     } else if (decision.fate == Fate::offloaded) {
       pinned[storage.savers.front()] += rounded(storage.bytes, alignment);
     } else if (decision.fate == Fate::held_back) {
+      const GroupProfile& holder = profile.groups[decision.held_by];
       plan.notes.push_back(
           "a storage of " + mebibytes(storage.bytes) + " saved by " + name_of(profile.groups[storage.savers.front()]) +
-          " stays: " + name_of(profile.groups[decision.held_by]) + " saves it too and is not offloaded");
+          " stays: " + name_of(holder) + " saves it too and is not offloaded; " +
+          (holder.name.empty() ? "put that code into a scope that Options::offload names" : "offload that group too"));
     }
   }
   std::vector<bool> over_cap(profile.groups.size(), false);
@@ -101,7 +103,7 @@ Plan make_plan(const Profile& profile, std::uint64_t room_bytes, std::uint64_t a
     if (pinned[group] > room_bytes) {
       over_cap[group] = true;
       plan.notes.push_back("group " + name_of(profile.groups[group]) + " stays: its " + mebibytes(pinned[group]) +
-                           " do not fit into the host cap");
+                           " do not fit into the host cap; raise Options::host_cap, or offload fewer groups");
     } else {
       room_bytes -= pinned[group];
     }

@@ -102,7 +102,7 @@ class Reader {
   }
   [[nodiscard]] bool empty() const noexcept { return bytes_.empty(); }
   [[noreturn]] void refuse(const std::string& what) const {
-    throw UsageError("journal '" + path_ + "' " + what + "; write it again (journal_bytes)");
+    throw UsageError("journal '" + path_ + "' " + what + "; write it again: journal_bytes gives its content");
   }
 
  private:
@@ -115,7 +115,8 @@ std::string content_of(const std::string& path) {
   const std::streamoff size = file ? static_cast<std::streamoff>(file.tellg()) : -1;
   // A folder opens and then has a length that nothing could have.
   if (!file || size < 0 || size == std::numeric_limits<std::streamoff>::max()) {
-    throw UsageError("journal '" + path + "' cannot be read: " + (errno != 0 ? std::strerror(errno) : "no file"));
+    throw UsageError("journal '" + path + "' cannot be read: " + (errno != 0 ? std::strerror(errno) : "it is no file") +
+                     "; name a file that has the result of journal_bytes");
   }
   const auto bytes = static_cast<std::uint64_t>(size);
   const auto memory =

@@ -54,9 +54,8 @@ class HookingEngine final : public torch::autograd::Engine {
                                          const torch::autograd::edge_list& outputs) override {
     if (accumulate_grad && NestedBackwardRefusal::holds_here() && torch::autograd::get_current_graph_task_id() != -1) {
       throw CaptureError(
-          "a graphed call runs backward() inside its own backward (a checkpoint?), which adds into gradients that a "
-          "graph "
-          "cannot own; leave that call out of the graphs, or use autograd::grad there");
+          "a call that is captured runs backward() inside its own backward (an activation checkpoint?), which adds "
+          "into gradients that a graph cannot own; leave the call out of the graphs, or use autograd::grad there");
     }
     if (!outputs.empty()) {
       refuse_owned_gradients(roots, outputs);
@@ -66,10 +65,9 @@ class HookingEngine final : public torch::autograd::Engine {
     } catch (const c10::Error& error) {
       if (!NestedBackwardRefusal::holds_here() && met_a_capture(error)) {
         throw UsageError(
-            "a backward pass draws random numbers (a checkpoint with dropout?) while another thread captures graphs on "
-            "that "
-            "device; let the threads' captures end first: run two steps of each engine before the threads train at "
-            "once");
+            "a backward pass draws random numbers (an activation checkpoint with dropout?) while another thread "
+            "captures graphs on the same device; let that capture end first: run two steps of each engine before the "
+            "threads train at once");
       }
       throw;
     }

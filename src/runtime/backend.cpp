@@ -82,7 +82,9 @@ const Backend& load_simulator() {
   }
   const Backend* backend = find_backend(kSimulator);
   if (backend == nullptr) {
-    throw UsageError(file + " registers no simulated device; it belongs to another libsidestream.so");
+    throw UsageError(file +
+                     " registers no simulated device: it belongs to another libsidestream.so; install both libraries "
+                     "from one build");
   }
   return *backend;
 }

@@ -28,8 +28,10 @@ namespace {
 // LibTorch has given back what it had cached before it says so.
 [[noreturn]] void throw_no_room(const c10::OutOfMemoryError& error) {
   (void)cudaGetLastError();
-  throw DeviceError(std::string("a capture could not begin, the device is full: ") + error.what_without_backtrace(),
-                    cudaErrorMemoryAllocation);
+  throw DeviceError(
+      std::string("a capture could not begin, the device is full; use a smaller batch, or graph fewer calls: ") +
+          error.what_without_backtrace(),
+      cudaErrorMemoryAllocation);
 }
 
 }  // namespace

@@ -79,7 +79,8 @@ TEST(Planner, AKeptSaverHoldsAStorageBackAndIsNamed) {
   EXPECT_EQ(plan.decisions[0].held_by, 1U);
   EXPECT_EQ(plan.offloaded_bytes, kMiB);
   ASSERT_EQ(plan.notes.size(), 1U);
-  EXPECT_EQ(plan.notes[0], "a storage of 2.0 MiB saved by attn stays: proj saves it too and is not offloaded");
+  EXPECT_EQ(plan.notes[0],
+            "a storage of 2.0 MiB saved by attn stays: proj saves it too and is not offloaded; offload that group too");
 }
 
 TEST(Planner, ASaverOutsideOfAllScopesIsNamedToo) {
@@ -87,7 +88,9 @@ TEST(Planner, ASaverOutsideOfAllScopesIsNamedToo) {
   profile.storages = {{2 * kMiB, {0, 1}}};
   const Plan plan = make_plan(profile, kNoCap, 512);
   ASSERT_EQ(plan.notes.size(), 1U);
-  EXPECT_EQ(plan.notes[0], "a storage of 2.0 MiB saved by attn stays: (no scope) saves it too and is not offloaded");
+  EXPECT_EQ(plan.notes[0],
+            "a storage of 2.0 MiB saved by attn stays: (no scope) saves it too and is not offloaded; put that code "
+            "into a scope that Options::offload names");
 }
 
 TEST(Planner, TheCapTakesWholeGroupsInOrder) {
