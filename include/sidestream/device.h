@@ -47,8 +47,8 @@ struct MemoryUse {
 };
 /// Reads the use of device memory.  Capture: legal.  Threads: any.
 [[nodiscard]] SIDESTREAM_API MemoryUse memory_use(c10::Device device);
-/// Restarts all peaks at the present values. LibTorch's own peak statistics restart too. An engine also restarts LibTorch's
-/// statistics during the steps that it measures.
+/// Restarts all peaks at the present values. LibTorch's own peak statistics restart too. An engine also restarts LibTorch's statistics
+/// during the steps that it measures.  Threads: any.
 SIDESTREAM_API void reset_memory_peaks(c10::Device device);
 /// Returns cached, unused memory to the device.  Capture: illegal. If another thread captures, this waits for the end of the capture.
 SIDESTREAM_API void release_cached_memory(c10::Device device);
