@@ -9,6 +9,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/function.h>
@@ -34,15 +35,12 @@ bool has_tensor_hooks(const torch::autograd::AutogradMeta& meta) {
   return !meta.hooks_.empty() && !only_places;
 }
 
-bool lies_at(const at::Tensor& tensor, const void* address) { return tensor.const_data_ptr() == address; }
-
-bool lies_in(const at::Tensor& tensor, const at::Tensor& memory) { return lies_at(tensor, memory.const_data_ptr()); }
-
 /// As has_gradient_hooks and is_owned say, for a `.grad` with memory; false is no answer yet.
 bool is_in_place(const AccumulatedGradient& gradient) {
   const auto* const meta = static_cast<const torch::autograd::AutogradMeta*>(gradient.parameter->autograd_meta());
   if (meta == nullptr || !meta->requires_grad_ || !meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr ||
-      !meta->grad_.has_storage() || !lies_at(meta->grad_, gradient.memory)) {
+      !meta->grad_.has_storage() || meta->grad_.const_data_ptr() != gradient.memory ||
+      meta->grad_.strides() != gradient.parameter->strides()) {
     return false;
   }
   const auto accumulator = meta->grad_accumulator_.lock();
@@ -142,6 +140,15 @@ bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached,
   return (grad.is_same(attached) || !others_hold(grad, 1)) && grad.has_storage() && held_once(grad.storage()) &&
          grad.sizes() == memory.sizes() && grad.scalar_type() == memory.scalar_type() &&
          grad.device() == memory.device() && !grad.requires_grad();
+}
+
+bool lies_in(const at::Tensor& grad, const at::Tensor& memory) {
+  return grad.const_data_ptr() == memory.const_data_ptr() && grad.strides() == memory.strides();
+}
+
+void take_values(const at::Tensor& memory, const at::Tensor& grad) {
+  memory.copy_(grad);
+  grad.record_stream(c10::impl::getDeviceGuardImpl(grad.device().type())->getStream(grad.device()));
 }
 
 const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory) {
@@ -264,7 +271,7 @@ void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used) 
       continue;
     }
     if (grad.defined()) {
-      parameter.grad.copy_(grad);
+      take_values(parameter.grad, grad);
     } else {
       parameter.grad.zero_();
     }

@@ -64,6 +64,12 @@ struct OwnedGradient {
   at::Tensor memory;    ///< over the graphs' memory: no other code has this tensor
 };
 
+/// True if `grad` is a gradient in `memory`, and no view of it with other strides (`grad.t()`).
+[[nodiscard]] bool lies_in(const at::Tensor& grad, const at::Tensor& memory);
+
+/// Puts the values of a `.grad` into the graphs' memory. The `.grad` is then dropped, and another stream may have made it.
+void take_values(const at::Tensor& memory, const at::Tensor& grad);
+
 /// `attached`. If it was given other memory, it is first put back into the graphs' `memory`.
 const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory);
 inline const at::Tensor& to_attach(const OwnedGradient& gradient) {

@@ -29,14 +29,10 @@ std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
   return leaves;
 }
 
-bool is_own(const at::Tensor& grad, const OwnedGradient& gradient) {
-  return grad.const_data_ptr() == gradient.memory.const_data_ptr();
-}
-
 /// Throws: UsageError if the gradient cannot be initialised with `.grad`.
 void refuse_foreign(const std::string& name, const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
-  if (grad.defined() && !is_own(grad, target.gradient) &&
+  if (grad.defined() && !lies_in(grad, target.gradient.memory) &&
       !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
     throw UsageError("graphed step \"" + name +
                      "\": the .grad of a parameter is not the tensor that its graph adds into, and other code holds a "
@@ -49,8 +45,8 @@ void begin_with_grad(const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
   if (!grad.defined()) {
     target.gradient.memory.zero_();
-  } else if (!is_own(grad, target.gradient)) {
-    target.gradient.memory.copy_(grad);
+  } else if (!lies_in(grad, target.gradient.memory)) {
+    take_values(target.gradient.memory, grad);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
 #include "conformance/fixture.h"
@@ -19,6 +20,7 @@
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/graphed_callable.h"
+#include "sidestream/graphed_step.h"
 
 namespace sidestream::testing_model {
 namespace {
@@ -458,6 +460,38 @@ TEST_F(GradientPolicyTest, MixedPoliciesAreVerified) {
     in_step(&*engine, [&] { expect_same_backward(s); });
   }
   EXPECT_GE(engine->report().verified_backwards, 12);
+}
+
+/// A weight that may be transposed in place of itself.
+class SquareGradientTest : public conformance::ConformanceTest {
+ protected:
+  static Tensors product(torch::nn::LinearImpl& linear, const Tensors& in) { return {linear.forward(in[0]).sum()}; }
+  void transpose_gradient() { linear_->weight.mutable_grad() = linear_->weight.grad().t(); }
+
+  torch::nn::Linear linear_ = [&] {
+    torch::nn::Linear linear(torch::nn::LinearOptions(8, 8).bias(false));
+    linear->to(device_);
+    return linear;
+  }();
+  OffloadEngine engine_{*linear_, Options(device_)};
+  at::Tensor input_ = at::arange(32, at::kFloat).reshape({4, 8}).to(device_);
+};
+
+TEST_F(SquareGradientTest, ATransposedAccumulatedOneIsNoLongerTheGraphs) {
+  const auto graphed = make_graphed_callables(engine_, {Callable("linear", product, linear_)}, {{input_}},
+                                              all_by(GradientPolicy::accumulated));
+  graphed[0]({input_})[0].backward();
+  transpose_gradient();
+  const at::Tensor loss = graphed[0]({input_})[0];
+  EXPECT_THROWS(UsageError, "was replaced by another tensor", loss.backward());
+}
+
+TEST_F(SquareGradientTest, ATransposedOneOfAWholeStepIsNoLongerTheGraphs) {
+  const GraphedStep step =
+      make_graphed_step(engine_, Callable("step", product, linear_), {{input_}}, StepOptions().accumulate(true));
+  (void)step({{input_}});
+  transpose_gradient();
+  EXPECT_THROWS(UsageError, "is not the tensor that its graph adds into", (void)step({{input_}}));
 }
 
 }  // namespace
