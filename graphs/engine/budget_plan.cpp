@@ -21,6 +21,8 @@ namespace {
 constexpr int kCaptures = 3;
 /// Steps that are not measured, at most, before another one is.
 constexpr std::int64_t kFarthest = 64;
+/// Steps that are measured, at most, until each capture that replays has been met.
+constexpr int kMeasured = 16;
 
 /// What the captures of `captured` offload, and when.
 SequencePlan plan_of(const CapturedSequence& captured) {
@@ -75,7 +77,14 @@ std::string in_words(const StepForecast& forecast, std::int64_t budget) {
     std::snprintf(time, sizeof time, " and %.1f ms", kMilliseconds * forecast.seconds);
   }
   return "a step will take " + mebibytes(forecast.peak) + " of device memory (budget: " + mebibytes(budget) + ")" +
-         time + ", and will offload " + mebibytes(forecast.moved);
+         time + ", and its graphed calls will offload " + mebibytes(forecast.moved);
+}
+
+/// Why nothing that a step saves can be offloaded to stay within `budget`.
+std::string refusal_of_nothing(const MeasuredStep& step, std::int64_t budget) {
+  return "device_budget is " + exact_mebibytes(budget) + ", but a step takes " + exact_mebibytes(step.peak()) +
+         ", and nothing that its graphs save can be offloaded; set a budget of at least that, name more in "
+         "Options::offload, lower Options::min_bytes, or take a smaller batch";
 }
 
 /// Why no plan is within `budget`. `beside`: live bytes beside the graphs that are captured again.
@@ -121,6 +130,8 @@ void BudgetPlan::drop() noexcept {
     resources_.room_in_budget = 0;
     captures_ = since_ = 0;
     distance_ = 1;
+    met_.clear();
+    measured_ = 0;
     forecast_.reset();
     peak_ = 0;
     seconds_ = 0;
@@ -130,6 +141,10 @@ void BudgetPlan::drop() noexcept {
 bool BudgetPlan::step_begins(std::int64_t captures) {
   const bool replayed = captures == captures_ && captures > 0;
   captures_ = captures;
+  if (!replayed && state_ == State::measuring) {
+    met_.clear();
+    measured_ = 0;
+  }
   wanted_ = (state_ == State::measuring || state_ == State::planned) && replayed && ++since_ >= distance_;
   return wanted_;
 }
@@ -139,16 +154,16 @@ void BudgetPlan::step_traced() {
     return;
   }
   since_ = 0;
-  std::optional<MeasuredStep> step = measured();
-  if (!step) {  // not all graphs were launched
+  Sequences traced;
+  std::optional<MeasuredStep> step = measured(traced);
+  const bool is_of_plan = std::is_permutation(traced.begin(), traced.end(), traced_.begin(), traced_.end());
+  if (!step || (state_ == State::planned && !is_of_plan)) {  // not all graphs were launched, or others
     distance_ = std::min(2 * distance_, kFarthest);
     return;
   }
   distance_ = 1;
   if (state_ == State::measuring) {
-    step_ = std::move(*step);
-    captured_ = sequences_.of_calls();
-    state_ = State::due;
+    take(std::move(*step), std::move(traced));
   } else {
     peak_ = step->peak();
     seconds_ = step->seconds;
@@ -156,10 +171,25 @@ void BudgetPlan::step_traced() {
   }
 }
 
-std::optional<MeasuredStep> BudgetPlan::measured() {
+void BudgetPlan::take(MeasuredStep step, Sequences traced) {
+  captured_ = sequences_.of_calls();
+  met_.insert(met_.end(), traced.begin(), traced.end());
+  if (measured_++ == 0 || step.peak() > step_.peak()) {
+    step_ = std::move(step);
+    traced_ = std::move(traced);
+  }
+  const auto is_met = [&](const GraphSequence* sequence) {
+    return sequence->captured().forwards_alone() || !sequence->streams().launched_any() ||
+           std::find(met_.begin(), met_.end(), sequence) != met_.end();
+  };
+  if (measured_ == kMeasured || std::all_of(captured_.begin(), captured_.end(), is_met)) {
+    state_ = State::due;
+  }
+}
+
+std::optional<MeasuredStep> BudgetPlan::measured(Sequences& traced_sequences) const {
   MeasuredStep step;
   std::map<const GraphSequence*, std::size_t> index;
-  traced_.clear();
   std::vector<std::vector<double>> launched;  // how often, by sequence and graph index
   StepTrace& trace = resources_.mover->trace();
   const StepTrace::Launches traced = trace.launches();
@@ -176,7 +206,7 @@ std::optional<MeasuredStep> BudgetPlan::measured() {
       return std::nullopt;
     }
     if (is_new) {
-      traced_.push_back(sequence);
+      traced_sequences.push_back(sequence);
       step.sequences.push_back(measured_sequence(captured));
       launched.emplace_back(captured.order.size());
     }
@@ -187,7 +217,7 @@ std::optional<MeasuredStep> BudgetPlan::measured() {
     launched[known->second][launch.graph_index] += 1;
     step.segments.push_back({known->second, launch.graph_index, launch.during, launch.after});
   }
-  const bool trains = std::any_of(traced_.begin(), traced_.end(),
+  const bool trains = std::any_of(traced_sequences.begin(), traced_sequences.end(),
                                   [](const GraphSequence* sequence) { return !sequence->captured().forwards_alone(); });
   if (!trains) {
     return std::nullopt;
@@ -212,12 +242,14 @@ void BudgetPlan::make(std::int64_t captures) {
   if (std::any_of(captured_.begin(), captured_.end(), is_pending)) {  // a backward comes in a later step
     return;
   }
-  if (std::none_of(step_.sequences.begin(), step_.sequences.end(),
-                   moves)) {  // offload is switched off, or nothing is saved
+  const auto budget = static_cast<std::int64_t>(*resources_.options.device_budget());
+  if (std::none_of(step_.sequences.begin(), step_.sequences.end(), moves)) {
     state_ = State::settled;
+    if (step_.peak() > budget && resources_.tree.describe_switches().empty()) {
+      throw UsageError(refusal_of_nothing(step_, budget));
+    }
     return;
   }
-  const auto budget = static_cast<std::int64_t>(*resources_.options.device_budget());
   const auto live = [&] { return LiveMemory::of(resources_.runtime->device()).use(*resources_.runtime).live; };
   const std::int64_t before = live();
   sequences_.reset_calls();

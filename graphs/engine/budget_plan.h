@@ -13,8 +13,9 @@ class GraphSequence;
 struct EngineResources;
 
 /// What Options::device_budget does in one engine. The first captures offload all that they can. The second step that replays them is
-/// measured. Before the next one the largest lag that stays within the budget is planned, and the calls are captured again with it. A step
-/// of these captures is measured too, and compared with the forecast. Does nothing if the option is not set.
+/// measured. If other captures replay in other steps (of other shapes), these are measured too, up to a number of steps, and the one with the
+/// highest peak counts. Before the next step the largest lag that stays within the budget is planned, and the calls are captured again with
+/// it. A step of these captures is measured too, and compared with the forecast. Does nothing if the option is not set.
 /// Threads: the step's.
 class BudgetPlan {
  public:
@@ -46,8 +47,12 @@ class BudgetPlan {
     settled,
   };
 
-  /// Of the step that was traced; not set if it left graphs out.
-  [[nodiscard]] std::optional<MeasuredStep> measured();
+  using Sequences = std::vector<const GraphSequence*>;
+
+  /// Of the step that was traced; not set if it left graphs out. `traced`: becomes the step's sequences.
+  [[nodiscard]] std::optional<MeasuredStep> measured(Sequences& traced) const;
+  /// `step` has run with all offloaded, in `traced`.
+  void take(MeasuredStep step, Sequences traced);
   /// Puts into `step_` what is on the device while the calls are captured again.
   void count_captures();
   /// Captures the calls with this room for what stays, 0 for none, and puts into `step_` what the new captures take.
@@ -60,10 +65,12 @@ class BudgetPlan {
   bool wanted_ = false;        ///< the trace of the latest step
   std::int64_t since_ = 0;     ///< steps since one was measured
   std::int64_t distance_ = 1;  ///< from one that is measured to the next
-  MeasuredStep step_;
-  std::vector<const GraphSequence*> captured_;  ///< all of the calls, when the step was measured
-  std::vector<const GraphSequence*> traced_;    ///< those of `step_`
-  std::int64_t beside_ = 0;                     ///< live bytes beside the graphs that are captured again
+  MeasuredStep step_;          ///< of those that were measured, the one with the highest peak
+  Sequences captured_;         ///< all of the calls, when the step was measured
+  Sequences traced_;           ///< those of `step_`
+  Sequences met_;              ///< those of all steps that were measured
+  int measured_ = 0;           ///< steps that were measured before the plan
+  std::int64_t beside_ = 0;    ///< live bytes beside the graphs that are captured again
   std::optional<StepForecast> forecast_;
   std::int64_t peak_ = 0;  ///< measured under the plan
   double seconds_ = 0;     ///< likewise

@@ -254,6 +254,53 @@ TEST_F(BudgetErrorTest, OffloadThatIsSwitchedOffNeedsNoPlan) {
   EXPECT_EQ(engine.report().forecast_peak_bytes, 0);
 }
 
+TEST_F(BudgetErrorTest, AStepOfWhichNothingCanBeOffloadedIsRefusedIfItIsLarger) {
+  std::size_t weights = 0;
+  for (const auto& tensors : {model_.parameters(), model_.buffers()}) {
+    for (const at::Tensor& tensor : tensors) {
+      weights += tensor.nbytes();
+    }
+  }
+  const std::size_t all_small = std::size_t{1} << 30;
+  OffloadEngine engine(model_, within(weights + 1).min_bytes(all_small));
+  expect_plain(engine, 0, 3);
+  clear_gradients(model_);
+  EXPECT_THROWS(UsageError, "nothing that its graphs save can be offloaded", (void)engine.step());
+  expect_plain(engine, 3, 6);
+  OffloadEngine roomy(model_, within(std::size_t{64} << 20).min_bytes(all_small));
+  expect_plain(roomy, 6, 12);
+}
+
+TEST_F(BudgetErrorTest, OfSeveralShapesTheLargestStepIsPlanned) {
+  BlockModel::Shape shape = eight_layers();
+  shape.batch = 4;
+  const auto train = [&](const Options& options) {
+    BlockModel model(shape);
+    BlockModel plain(shape);
+    model.to(device_);
+    plain.to(device_);
+    OffloadEngine engine(model, options);
+    for (std::int64_t s = 0; s < 13; ++s) {  // the report is of a large one
+      expect_same_step(model, &engine, plain, s, [&](BlockModel& of) {
+        const Batch batch = batch_of(shape, s, device_);
+        const std::int64_t rows = shape.batch - s % 2;
+        of.loss(batch.tokens.narrow(0, 0, rows), batch.targets.narrow(0, 0, rows)).backward();
+      });
+    }
+    return engine.report();
+  };
+  const Options graphs = Options(device_).min_bytes(1024).graph("blocks.*");
+  const std::int64_t most = train(graphs).step_peak_bytes;
+  const std::int64_t least = train(Options(graphs).offload("all").lag(0)).step_peak_bytes;
+  ASSERT_LT(least, most);
+  const std::int64_t budget = least + (most - least) / 10;
+  const Report report = train(within(static_cast<std::size_t>(budget)));
+  EXPECT_GT(report.offloaded_bytes, 0);
+  EXPECT_LE(report.step_peak_bytes, budget);
+  EXPECT_LE(report.forecast_peak_bytes, budget);
+  EXPECT_EQ(report.forecast_step_peak_bytes, report.forecast_peak_bytes);
+}
+
 TEST_F(BudgetErrorTest, AnErrorOfProgressLeavesNothingOfThePlan) {
   bool fails = true;
   OffloadEngine engine(model_, within(std::size_t{64} << 20).progress([&](const Progress& progress) {
