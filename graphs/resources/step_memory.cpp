@@ -7,17 +7,21 @@ namespace sidestream {
 namespace {
 
 constexpr std::int64_t kFarthest = 64;
+constexpr std::size_t kKept = 8;  ///< measured steps, of several shapes
 
 }  // namespace
 
 void StepMemory::begin(std::int64_t captures) {
   allocated_at_begin_ = runtime_->memory_stats().allocated;
-  const bool captured = measured_.captures != captures;
-  if (captured || (!measured_.stands && since_ >= distance_)) {
+  const bool captured = captures_ != captures;
+  if (captured) {
+    captures_ = captures;
+    measured_.clear();
+    distance_ = 0;
+  }
+  if (captured || (unknown_ && since_ >= distance_)) {
     distance_ = captured ? 0 : std::clamp<std::int64_t>(2 * distance_, 1, kFarthest);
     since_ = 0;
-    measured_.captures = captures;
-    measured_.allocated_at_begin = allocated_at_begin_;
     measurement_.emplace(*runtime_);
   } else {
     LiveMemory::of(runtime_->device()).mark(*runtime_);
@@ -26,20 +30,35 @@ void StepMemory::begin(std::int64_t captures) {
 
 LiveMemory::Peak StepMemory::end() {
   if (measurement_) {
-    measured_.peak = measurement_->peak();
-    measured_.stands = true;
+    latest_ = measurement_->peak();
     measurement_.reset();
-    return measured_.peak;
+    if (Measured* const known = like_this(latest_.allocated)) {
+      known->peak = latest_;
+      return latest_;
+    }
+    if (measured_.size() == kKept) {
+      measured_.erase(measured_.begin());
+    }
+    measured_.push_back({allocated_at_begin_, latest_});
+    unknown_ = false;
+    return latest_;
   }
-  measured_.stands = runtime_->memory_stats().allocated_peak == measured_.peak.allocated &&
-                     allocated_at_begin_ == measured_.allocated_at_begin;
-  if (measured_.stands) {
-    distance_ = 0;
-    LiveMemory::of(runtime_->device()).tell_peak(measured_.peak.live);
+  ++since_;
+  if (const Measured* const known = like_this(runtime_->memory_stats().allocated_peak)) {
+    distance_ = unknown_ ? distance_ : 0;
+    latest_ = known->peak;
+    LiveMemory::of(runtime_->device()).tell_peak(latest_.live);
   } else {
-    ++since_;
+    unknown_ = true;
   }
-  return measured_.peak;
+  return latest_;
+}
+
+StepMemory::Measured* StepMemory::like_this(std::int64_t allocated_peak) {
+  const auto known = std::find_if(measured_.begin(), measured_.end(), [&](const Measured& measured) {
+    return measured.peak.allocated == allocated_peak && measured.allocated_at_begin == allocated_at_begin_;
+  });
+  return known == measured_.end() ? nullptr : &*known;
 }
 
 void EagerMemoryEstimate::step_begins() {

@@ -3,15 +3,16 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "runtime/live_memory.h"
 #include "runtime/runtime.h"
 
 namespace sidestream {
 
-/// The peak of live memory of an engine's steps. Steps repeat: one is measured after each capture, and after a step in which the
-/// allocator saw another peak than in the one that was measured; if each step differs, at growing intervals. Measuring
-/// asks the allocator at each replay, and whenever an eager group is offloaded, reloaded or used.
+/// The peak of live memory of an engine's steps. Steps repeat: one is measured after each capture. If the allocator sees a peak that it saw
+/// in no measured step, further steps are measured, at growing intervals, until one has a new peak: steps of several shapes take turns.
+/// Measuring asks the allocator at each replay, and whenever an eager group is offloaded, reloaded or used.
 /// Threads: the step's.
 class StepMemory {
  public:
@@ -19,21 +20,24 @@ class StepMemory {
 
   /// A planned step begins; `captures`: how many graphs have been captured so far.
   void begin(std::int64_t captures);
-  /// It has ended, and went well. Of the latest step that was measured.
+  /// It has ended, and went well. Of the measured step that was like it, else of the latest one.
   [[nodiscard]] LiveMemory::Peak end();
   /// It failed.
   void abandon() noexcept { measurement_.reset(); }
 
  private:
   struct Measured {
-    std::int64_t captures = 0;
     std::int64_t allocated_at_begin = 0;
     LiveMemory::Peak peak;
-    bool stands = false;  ///< steps since were like it
   };
+  /// The measured step with this peak that began as this one; or null.
+  [[nodiscard]] Measured* like_this(std::int64_t allocated_peak);
 
   std::shared_ptr<Runtime> runtime_;
-  Measured measured_;
+  std::int64_t captures_ = 0;
+  std::vector<Measured> measured_;  ///< the latest last
+  LiveMemory::Peak latest_;
+  bool unknown_ = true;  ///< a step since was like none of them
   std::int64_t allocated_at_begin_ = 0;
   std::int64_t distance_ = 0;  ///< steps that are not measured before the next one is
   std::int64_t since_ = 0;     ///< of them so far

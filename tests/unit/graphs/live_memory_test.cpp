@@ -129,6 +129,24 @@ TEST_F(LiveMemoryOfGraphsTest, WhereEachStepIsAnotherFewAreMeasured) {
   EXPECT_EQ(before, live() + (3 << 10)) << "alike again";
 }
 
+TEST_F(LiveMemoryOfGraphsTest, StepsThatTakeTurnsHaveAPeakEach) {
+  for (const int period : {2, 3, 4}) {
+    OffloadEngine engine(model_, Options(device_));
+    { const auto step = engine.step(); }  // sizing
+    const std::int64_t before = live();
+    for (int s = 0; s < 60; ++s) {
+      const std::int64_t size = s % period == 0 ? 5 : 1;
+      {
+        const auto step = engine.step();
+        (void)mebibytes(size, device_);
+      }
+      if (s > 30) {
+        EXPECT_EQ(engine.report().step_peak_bytes - before, size * kMiB) << period << ", step " << s;
+      }
+    }
+  }
+}
+
 TEST_F(LiveMemoryOfGraphsTest, APassThatIsDroppedHoldsNothing) {
   OffloadEngine engine(model_, Options(device_));
   const at::Tensor x = mebibytes(4, device_).requires_grad_();
