@@ -12,6 +12,8 @@
 namespace sidestream {
 namespace {
 
+std::string number_of_times(std::int64_t number) { return number == 1 ? "once" : std::to_string(number) + " times"; }
+
 const char* reason(Fate fate) {
   switch (fate) {
     case Fate::offloaded:
@@ -148,7 +150,7 @@ void append_eager_runs(const CallTable& calls, std::vector<std::string>& notes) 
       }
     }
     if (runs > 0) {
-      notes.push_back(named.text() + " ran eagerly " + std::to_string(runs) + " times " + text_of(cause) +
+      notes.push_back(named.text() + " ran eagerly " + number_of_times(runs) + " " + text_of(cause) +
                       (never_captured > 0 ? "; " + std::to_string(never_captured) + " of them have no capture" : ""));
     }
   }
@@ -167,7 +169,7 @@ void append_buckets(const EngineCounts& counts, std::vector<std::string>& notes)
       }
     }
     if (runs > 0) {
-      notes.push_back("bucketed " + named.text() + " ran eagerly " + std::to_string(runs) + " times " + text_of(cause));
+      notes.push_back("bucketed " + named.text() + " ran eagerly " + number_of_times(runs) + " " + text_of(cause));
     }
   }
   for (const auto& [name, buckets] : counts.buckets()) {

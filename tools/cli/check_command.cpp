@@ -10,6 +10,7 @@
 
 #include "sidestream/error.h"
 #include "sidestream/journal.h"
+#include "tools/cli/counted.h"
 #include "tools/cli/schedule_command.h"
 #include "tools/cli/train_command.h"
 
@@ -34,7 +35,7 @@ int check_journal(const std::filesystem::path& path) {
   std::fputs(fmt::format("{} operations on {} streams, {} accesses: {}\n", journal.operations.size(),
                          journal.streams.size(), journal.accesses.size(),
                          findings.empty() ? std::string("all conflicting accesses are ordered")
-                                          : fmt::format("{} findings", findings.size()))
+                                          : counted(static_cast<std::int64_t>(findings.size()), "finding"))
                  .c_str(),
              stdout);
   return findings.empty() ? kSuccess : kFailure;

@@ -6,6 +6,7 @@
 #include <CLI/Formatter.hpp>
 
 #include "sidestream/error.h"
+#include "tools/cli/counted.h"
 
 namespace sidestream::cli {
 
@@ -31,8 +32,8 @@ void require_group_fits(const PipelineShape& shape) {
 std::string title(const PipelineShape& shape) {
   const std::string base =
       shape.stages == 1 ? "1F1B" : fmt::format("Interleaved, {} virtual stages on each rank", shape.stages);
-  return fmt::format("{}{}: {} ranks, {} microbatches", base, shape.delay_weight_gradients ? ", zero-bubble" : "",
-                     shape.ranks, shape.microbatches);
+  return fmt::format("{}{}: {}, {}", base, shape.delay_weight_gradients ? ", zero-bubble" : "",
+                     counted(shape.ranks, "rank"), counted(shape.microbatches, "microbatch"));
 }
 
 }  // namespace sidestream::cli

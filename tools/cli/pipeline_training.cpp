@@ -172,7 +172,9 @@ class RankTraining {
     if (options_.trace.empty()) {
       measured.trace.clear();
     }
-    return finish(rank_json(measured, main.verified_numbers()), files);
+    const VerifiedNumbers verified = main.verified_numbers();
+    result_.verified.tolerance = verified.tolerance;  // the same in all ranks
+    return finish(rank_json(measured, verified), files);
   }
 
  private:

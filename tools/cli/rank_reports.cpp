@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "sidestream/error.h"
+#include "tools/cli/counted.h"
 
 namespace sidestream::cli {
 namespace {
@@ -274,8 +275,9 @@ std::string table_of_ranks(const std::vector<RankReport>& ranks) {
                                     fmt::format("{}", rank.inline_reloads),  fmt::format("{}", rank.replays),
                                     fmt::format("{}", rank.eager_calls)};
   };
-  std::string out = fmt::format("{} rank{}, {} steps. Memory in MiB, of the latest step\n\n", ranks.size(),
-                                ranks.size() == 1 ? "" : "s", ranks.empty() ? 0 : ranks.front().steps);
+  std::string out = fmt::format("{}, {}. Memory in MiB, of the latest step\n\n",
+                                counted(static_cast<std::int64_t>(ranks.size()), "rank"),
+                                counted(ranks.empty() ? 0 : ranks.front().steps, "step"));
   append_rank_row(out, width, "",
                   {"offloaded", "pinned", "peak, no", "peak", "in flight", "saved", "of the", "waits for", "late",
                    "graphs", "eager"});

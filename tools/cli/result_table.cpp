@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "tools/cli/counted.h"
 #include "tools/cli/interrupt.h"
 #include "tools/cli/training_result.h"
 
@@ -16,19 +17,6 @@ namespace {
 constexpr const char* kNone = "-";
 constexpr std::size_t kWorstShown = 8;
 constexpr std::size_t kReasonsShown = 3;
-
-/// 1234567 as "1,234,567".
-std::string grouped(std::int64_t number) {
-  std::string text;
-  const std::string digits = fmt::format("{}", number);
-  for (std::size_t i = 0; i < digits.size(); ++i) {
-    if (i > 0 && (digits.size() - i) % 3 == 0) {
-      text += ',';
-    }
-    text += digits[i];
-  }
-  return text;
-}
 
 std::string mebibytes(std::int64_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20)); }
 
@@ -108,16 +96,17 @@ void append_reasons(std::string& out, const TrainingResult& result) {
 void append_comparison(std::string& out, const TrainingResult& result) {
   const GradientComparison& comparison = *result.comparison;
   if (comparison.all_equal()) {
-    out += fmt::format("  gradients: all {} parameters equal plain eager's bit for bit in each of {} steps",
-                       comparison.parameters().size(), comparison.steps());
+    out += fmt::format("  gradients: all {} equal plain eager's bit for bit in each of {}",
+                       counted(static_cast<std::int64_t>(comparison.parameters().size()), "parameter"),
+                       counted(comparison.steps(), "step"));
     out += result.parameters_equal ? ", and so are the trained parameters\n" : "; THE TRAINED PARAMETERS DIFFER\n";
     return;
   }
   std::vector<GradientComparison::Parameter> worst = comparison.parameters();
   std::sort(worst.begin(), worst.end(), [](const auto& a, const auto& b) { return a.worst_error > b.worst_error; });
   const auto differing = std::count_if(worst.begin(), worst.end(), [](const auto& p) { return p.differing_steps > 0; });
-  out += fmt::format("  gradients: {} of {} parameters differ from plain eager's in some of {} steps, {}\n", differing,
-                     worst.size(), comparison.steps(),
+  out += fmt::format("  gradients: {} of {} differ from plain eager's in some of {}, {}\n", differing,
+                     counted(static_cast<std::int64_t>(worst.size()), "parameter"), counted(comparison.steps(), "step"),
                      comparison.within_bound() ? "all within the bound" : "SOME BEYOND THE BOUND");
   out += fmt::format("    {:<30}{:>12}{:>14}{:>12}\n", "parameter", "steps", "worst error", "bound");
   for (std::size_t i = 0; i < worst.size() && i < kWorstShown && worst[i].differing_steps > 0; ++i) {
@@ -132,17 +121,17 @@ void append_comparison(std::string& out, const TrainingResult& result) {
 /// What made the host wait, with the innermost frames, and the remedy once for each kind.
 void append_syncs(std::string& out, const SyncNumbers& syncs) {
   constexpr std::size_t kFrames = 6;
-  out += syncs.found == 0
-             ? fmt::format("\n  syncs: nothing made the host wait in a step{}\n",
-                           syncs.notes.empty() ? "" : ", as far as that could be observed")
-             : fmt::format("\n  syncs: the host waited {} times in steps, at {}{} places\n", grouped(syncs.found),
-                           syncs.unlisted > 0 ? "more than " : "", syncs.places.size());
+  out += syncs.found == 0 ? fmt::format("\n  syncs: nothing made the host wait in a step{}\n",
+                                        syncs.notes.empty() ? "" : ", as far as that could be observed")
+                          : fmt::format("\n  syncs: the host waited {} in steps, at {}{}\n",
+                                        counted(syncs.found, "time"), syncs.unlisted > 0 ? "more than " : "",
+                                        counted(static_cast<std::int64_t>(syncs.places.size()), "place"));
   for (const std::string& note : syncs.notes) {
     out += fmt::format("    note: {}\n", note);
   }
   std::set<std::string> advised;
   for (const SyncFinding& sync : syncs.places) {
-    out += fmt::format("    {} times {}: {}, {}{}{}\n", grouped(sync.count), sync.kind, sync.operation,
+    out += fmt::format("    {} {}: {}, {}{}{}\n", counted(sync.count, "time"), sync.kind, sync.operation,
                        sync.call.empty() ? std::string("between calls") : "in " + sync.call,
                        sync.scope.empty() || sync.scope == sync.call ? std::string() : ", scope " + sync.scope,
                        sync.node.empty() ? std::string() : ", backward of " + sync.node);
@@ -192,12 +181,13 @@ std::string result_table(const TrainingResult& result) {
   std::string out;
   const std::string ranks =
       options.pp
-          ? fmt::format(", {}{}: {} ranks, {} microbatches", options.delay_weight_gradients ? "zero-bubble, " : "",
+          ? fmt::format(", {}{}: {}, {}", options.delay_weight_gradients ? "zero-bubble, " : "",
                         options.vpp > 1 ? fmt::format("interleaved with {} virtual stages", options.vpp) : "1F1B",
-                        *options.pp, options.microbatches)
+                        counted(*options.pp, "rank"), counted(options.microbatches, "microbatch"))
           : std::string();
-  out += fmt::format("\n  {} of {} steps of {} bytes on {}, {}{}{}\n\n", grouped(result.steps_done),
-                     grouped(options.steps), grouped(options.tokens_per_step()), result.device_name, result.mode, ranks,
+  out += fmt::format("\n  {} of {} of {} bytes on {}, {}{}{}\n\n", grouped(result.steps_done),
+                     counted(options.steps, "step"), grouped(options.tokens_per_step()), result.device_name,
+                     result.mode, ranks,
                      result.signal != 0 ? fmt::format(" (ended by {})", signal_words(result.signal)) : std::string());
   append_row(out, "loss, nats per byte", {"first", "last"});
   const auto of_steps = [&](double loss) { return result.steps_done > 0 ? fmt::format("{:.4f}", loss) : kNone; };
@@ -219,17 +209,17 @@ std::string result_table(const TrainingResult& result) {
     append_comparison(out, result);
   }
   if (result.order.operations > 0) {
-    out += fmt::format("\n  order: {} operations of the first {} steps, {}\n", grouped(result.order.operations),
-                       grouped(std::min(options.check_steps, result.steps_done)),
+    out += fmt::format("\n  order: {} of the first {}, {}\n", counted(result.order.operations, "operation"),
+                       counted(std::min(options.check_steps, result.steps_done), "step"),
                        result.order.findings.empty() ? std::string("all conflicting accesses are ordered")
-                                                     : fmt::format("{} FINDINGS", result.order.findings.size()));
+                                                     : fmt::format("FINDINGS: {}", result.order.findings.size()));
     for (const std::string& finding : result.order.findings) {
       out += fmt::format("    {}\n", finding);
     }
   }
   if (result.verified.forwards > 0) {
-    out += fmt::format("\n  verified: {} replays compared with eager runs, {} of them with gradients: all equal {}\n",
-                       grouped(result.verified.forwards), grouped(result.verified.backwards),
+    out += fmt::format("\n  verified: {} compared with eager runs, {} of them with gradients: all equal {}\n",
+                       counted(result.verified.forwards, "replay"), grouped(result.verified.backwards),
                        result.verified.tolerance > 0
                            ? fmt::format("within {:.1e} of the largest magnitude", result.verified.tolerance)
                            : std::string("bit for bit"));

@@ -6,6 +6,7 @@
 
 #include "sidestream/device.h"
 #include "sidestream/error.h"
+#include "tools/cli/counted.h"
 #include "tools/cli/interrupt.h"
 #include "tools/cli/standard_output.h"
 #include "tools/cli/train_command.h"
@@ -114,19 +115,20 @@ int check_schedules(const CheckOptions& options) {
   record(check, run, training.steps);
   const OffloadNumbers numbers = run.offload_numbers();
   const std::int64_t side_streams = training.side_streams.value_or(1);
-  print(
-      fmt::format("model       {} layers, {}, {} side stream{}; {} bytes offloaded per step\nrecorded    {} steps: {} "
-                  "pieces of work on {} streams, {} bytes of gradients and weights compared\n",
-                  training.shape.layers, mode.name(), side_streams, side_streams == 1 ? "" : "s",
-                  numbers.bytes_per_step, training.steps, check.works(), check.streams(), check.result_bytes()));
+  print(fmt::format(
+      "model       {}, {}, {}; {} bytes offloaded per step\nrecorded    {}: {} "
+      "pieces of work on {} streams, {} bytes of gradients and weights compared\n",
+      counted(training.shape.layers, "layer"), mode.name(), counted(side_streams, "side stream"),
+      numbers.bytes_per_step, counted(training.steps, "step"), check.works(), check.streams(), check.result_bytes()));
   const std::vector<std::string> findings = check.findings();
   for (std::size_t i = 0; i < std::min(kShown, findings.size()); ++i) {
     print(fmt::format("not ordered: {}\n", findings[i]));
   }
-  print(fmt::format("journal     {}\n", findings.empty()
-                                            ? std::string("all conflicting accesses are ordered")
-                                            : fmt::format("{} findings{}", findings.size(),
-                                                          findings.size() > kShown ? ", the first above" : "")));
+  print(fmt::format("journal     {}\n",
+                    findings.empty()
+                        ? std::string("all conflicting accesses are ordered")
+                        : fmt::format("{}{}", counted(static_cast<std::int64_t>(findings.size()), "finding"),
+                                      findings.size() > kShown ? ", the first above" : "")));
   const int code =
       options.schedules ? run_many(check, *options.schedules, interrupt) : run_one(check, options.schedule);
   return code == kSuccess && !findings.empty() ? kFailure : code;

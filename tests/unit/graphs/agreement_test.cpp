@@ -105,7 +105,7 @@ TEST_F(AgreementTest, ABucketedCallThatIsNotCapturedAgainSaysWhy) {
   relocate(*layer);
   all = false;
   expect_replays(1, 0);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "ran eagerly 1 times because GraphOptions::agree_to_capture",
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "ran eagerly once because GraphOptions::agree_to_capture",
                       testing::PrintToString(engine.report().notes));
   EXPECT_EQ(engine.report().eager_calls, 1);
   all = true;

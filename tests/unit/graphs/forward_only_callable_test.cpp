@@ -178,7 +178,7 @@ TEST_F(ForwardOnlyCallableTest, BucketsReplayWithoutGradients) {
   }
   expect(8, 0);
   const std::string notes = testing::PrintToString(bare_.report().notes);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "ran eagerly 1 times with gradients enabled, although", notes);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "ran eagerly once with gradients enabled, although", notes);
   EXPECT_PRED_FORMAT2(testing::IsNotSubstring, "in eval mode", notes);
 }
 
