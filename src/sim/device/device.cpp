@@ -175,6 +175,16 @@ void Device::ready(c10::StreamId id) {
   }
 }
 
+void Device::ready_again(c10::StreamId id) {
+  if (!state_->timeline.pending()) {
+    return;
+  }
+  const std::lock_guard<std::recursive_mutex> lock(state_->mutex);
+  if (StreamState& stream = state_->stream(id); stream.capture == nullptr) {
+    state_->force(stream);
+  }
+}
+
 bool Device::keeps(c10::StreamId id) const noexcept {
   return state_->keeping.load(std::memory_order_acquire) || capturing(id);
 }

@@ -116,6 +116,8 @@ class Device {
   /// Runs all queued work that later work on `stream` is ordered after, so that an operator may compute at issue.
   /// Throws: CaptureError when the stream's capture was invalidated, or when this thread captures and `stream` is the default.
   void ready(c10::StreamId stream);
+  /// The operator has allocated memory on `stream`: another thread may have freed it since `ready`, behind work that is queued now.
+  void ready_again(c10::StreamId stream);
   /// True if work on `stream` must be handed to `issued`: it captures, or a recording is on.
   [[nodiscard]] bool keeps(c10::StreamId stream) const noexcept;
   /// True while `stream` captures. The operator side then reports what it is about to overwrite in place.

@@ -20,7 +20,11 @@ void run_work(const Work& work, const GeneratorState* random) {
 
 void Timeline::run(Queued& queued) {
   queued.done = true;
-  pending_.fetch_sub(1, std::memory_order_acq_rel);
+  // Only after the work has run: until then, other threads must not go on without the caller's lock (Device::ready).
+  struct Lower {
+    ~Lower() { pending.fetch_sub(1, std::memory_order_acq_rel); }
+    std::atomic<std::size_t>& pending;
+  } const lower{pending_};
   if (queued.event) {
     queued.event->done_at = std::chrono::steady_clock::now();
   }

@@ -70,6 +70,7 @@ class CpuAllocator final : public c10::Allocator {
       return {block, block, &free_nothing, c10::Device(c10::kCPU)};
     }
     void* block = Device::get().allocate(bytes, memory->stream_);
+    Device::get().ready_again(memory->stream_);
     if (memory->log_ != nullptr) {
       memory->log_->push_back({block, bytes});
     }

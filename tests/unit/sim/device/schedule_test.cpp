@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 #include <sidestream/error.h>
 
+#include "sim/torch/cpu_allocator.h"
 #include "unit/sim/device/fixture.h"
 
 namespace sidestream::sim {
@@ -80,6 +81,20 @@ TEST_F(SimScheduleTest, LateHoldsBothDirectionsBack) {
   EXPECT_TRUE(out_ran());
   runtime().synchronize_device();
   EXPECT_TRUE(in_ran());
+}
+
+// Another thread may free the memory between the begin of an operator and its allocation.
+TEST_F(SimScheduleTest, AnOperatorThatAllocatesRunsAfterAllThatItsStreamWaitsFor) {
+  device().set_schedule(Schedule(Schedule::Kind::late));
+  order(main(), copies());
+  to_host(pinned_out_, source_, copies());
+  order(copies(), main());
+  const void* const place = source_.const_data_ptr();
+  source_.reset();
+  const OperatorMemory memory(main().id(), nullptr);
+  const c10::DataPtr block = operator_allocator()->allocate(4096);
+  EXPECT_EQ(block.get(), place);
+  EXPECT_TRUE(out_ran());
 }
 
 TEST_F(SimScheduleTest, EachDirectionCanGoFirst) {
