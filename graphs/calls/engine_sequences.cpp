@@ -311,10 +311,7 @@ void EngineSequences::follow_weights(CallTable& calls) {
   }
   if (!replaced.empty()) {
     resources_.owned_gradients.renew_accumulators();
-    std::vector<at::Tensor> tensors = calls.model()->parameters();
-    const std::vector<at::Tensor> buffers = calls.model()->buffers();
-    tensors.insert(tensors.end(), buffers.begin(), buffers.end());
-    resources_.exclusions.set_parameters(std::move(tensors));
+    resources_.learn_registered();
     mark_static_outputs();
   }
 }

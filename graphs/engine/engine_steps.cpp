@@ -55,9 +55,14 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     resources_.delayed_weights->drop_all();  // of backwards that ended after the step
   }
   calls_.begin_step();
-  resources_.exclusions.refresh_parameters();
+  const bool sizes = eager_plan_.state() == EagerPlan::State::unsized;
+  if (sizes) {
+    resources_.learn_registered();  // modules may have been replaced before OffloadEngine::reset
+  } else {
+    resources_.exclusions.refresh_parameters();
+  }
   resources_.check.begin_step(counts_.steps());
-  if (eager_plan_.state() == EagerPlan::State::unsized) {
+  if (sizes) {
     lasting_before_sizing_ = lasting_bytes();
   } else {
     if (const auto before = std::exchange(lasting_before_sizing_, std::nullopt)) {

@@ -65,6 +65,10 @@ EngineResources::EngineResources(torch::nn::Module& given_model, Options given, 
       syncs(options.find_syncs() ? std::make_unique<StepSyncs>(runtime->device().type()) : nullptr) {
   runtime->check_settings(/*graphs=*/!graphed.empty());
   install_autograd_engine();
+  learn_registered();
+}
+
+void EngineResources::learn_registered() {
   std::vector<at::Tensor> tensors = model.parameters();
   const std::vector<at::Tensor> buffers = model.buffers();
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());

@@ -64,6 +64,8 @@ struct EngineResources {
             {},
             room_in_budget};
   }
+  /// Looks up the parameters and buffers of the model, which are not offloaded.
+  void learn_registered();
   /// Measured once, if anything depends on it; not set if the device keeps no time of its own, or has no memory to measure.
   [[nodiscard]] std::optional<LinkPace> link();
 

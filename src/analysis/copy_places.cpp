@@ -97,7 +97,7 @@ std::vector<CopyPlaces> copy_places(const SequenceOrder& order, const std::vecto
                                     const std::vector<std::uint64_t>& offloaded, const CopyWindow& window) {
   std::vector<CopyPlaces> places(order.runs());
   place_releases(order, bytes, offloaded, window, places);
-  place_reloads(order, bytes, offloaded, window.lag + window.lookahead, places);
+  place_reloads(order, bytes, offloaded, window.room(), places);
   return places;
 }
 

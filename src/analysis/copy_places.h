@@ -18,6 +18,12 @@ struct CopyWindow {
   /// How many calls or groups may trail, in addition to the bound in bytes.
   std::size_t in_flight = std::numeric_limits<std::size_t>::max();
 
+  /// Lag and lookahead together: what may be on the device while backwards run.
+  [[nodiscard]] std::uint64_t room() const noexcept {
+    constexpr std::uint64_t most = std::numeric_limits<std::uint64_t>::max();
+    return lookahead > most - lag ? most : lag + lookahead;
+  }
+
   friend bool operator==(const CopyWindow&, const CopyWindow&) = default;
 };
 

@@ -89,7 +89,7 @@ std::vector<GroupReload> group_reloads(const std::vector<GroupEvent>& order, con
       stays(life.ended, end, groups[group].held);
     }
   }
-  const std::uint64_t most = std::max(window.lag, window.lag + window.lookahead);
+  const std::uint64_t most = window.room();
   std::vector<GroupReload> reloads;
   std::size_t previous = 0;
   for (std::size_t use = 0; use < order.size(); ++use) {

@@ -16,7 +16,7 @@ namespace sidestream {
 /// one storage stay aliases when both are restored over one new storage. Up to 5 dimensions without a heap allocation.
 ///
 /// Kept: sizes, strides (any, overlapping and zero too), offset, dtype, conjugate and negative bits.
-/// Not kept: autograd history (saved tensors have theirs elsewhere), inference mode, and the version counter (a new one at 0).
+/// Not kept: autograd history and version counter (those of saved tensors are kept elsewhere), and inference mode.
 struct StorageView {
   c10::SmallVector<std::int64_t, 5> sizes;
   c10::SmallVector<std::int64_t, 5> strides;

@@ -87,13 +87,12 @@ void EagerOffload::begin_step() {
   used_ready_ = 0;
   (void)end_sizing_step();
   const auto is_gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
-  for (std::size_t i = 0; i < used_slots_; ++i) {
-    if (!std::all_of(slots_[i].storages.begin(), slots_[i].storages.end(), is_gone)) {
-      first_slot_ = used_slots_;  // a backward of an earlier step is pending: its slots keep their places
-      return;
-    }
+  // If a backward of an earlier step is pending, its slots keep their places.
+  while (used_slots_ > 0 &&
+         std::all_of(slots_[used_slots_ - 1].storages.begin(), slots_[used_slots_ - 1].storages.end(), is_gone)) {
+    --used_slots_;
   }
-  used_slots_ = first_slot_ = 0;
+  first_slot_ = used_slots_;
 }
 
 void EagerOffload::expect_order(const std::vector<PipelineStep>* order) {

@@ -15,6 +15,10 @@ namespace sidestream {
 EagerOffload& SavedTensorRecorder::by_hand(const char* function) const {
   const SavedTensorRecorder* const current = current_recorder();
   EagerOffload* const eager = mover_->by_hand();
+  if (current != nullptr && current != this && current->mover_->by_hand() != nullptr && !current->to_be_captured_) {
+    throw UsageError(std::string(function) +
+                     " was called while a step of another engine is active on this thread; end that step first");
+  }
   if (eager == nullptr || to_be_captured_ || (current != nullptr && current != this)) {
     const std::string& inside = (current == nullptr ? *this : *current).scope().name;
     throw UsageError(std::string(function) + " was called in \"" + inside +

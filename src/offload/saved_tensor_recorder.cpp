@@ -87,7 +87,9 @@ class SavedTensorHandle final : public torch::autograd::SavedVariableHooks, publ
       }
       parts.push_back(unpack(part));
     }
-    return composite_->rebuild(parts);
+    at::Tensor rebuilt = composite_->rebuild(parts);
+    whole_.version.put_on(rebuilt);
+    return rebuilt;
   }
 
  private:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -95,6 +96,15 @@ TEST(CopyPlacesTest, TargetsAreAllocatedAsEarlyAsTheMemoryOfTheLagAllows) {
             (std::vector<std::size_t>{5, 4, 4, 4}));
   EXPECT_EQ(returns(copy_places(nested_order(4), {10, 10, 10, 10}, {10, 10, 0, 0}, {20, 20})),
             (std::vector<std::size_t>{4, 4, 4, 4}));
+}
+
+TEST(CopyPlacesTest, ALookaheadWithoutBoundHasRoomForAll) {
+  const Bytes bytes{10, 10, 10, 10};
+  const auto with = [&](std::uint64_t lookahead) {
+    return returns(copy_places(nested_order(4), bytes, bytes, {10, lookahead}));
+  };
+  EXPECT_EQ(with(std::numeric_limits<std::uint64_t>::max()), with(1000));
+  EXPECT_NE(with(1000), with(0));
 }
 
 TEST(CopyPlacesTest, WhatLeavesInPartNeedsRoomForThatPartOnly) {

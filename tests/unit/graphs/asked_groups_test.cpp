@@ -377,6 +377,22 @@ TEST_F(AskedGroups, AHandleFromOutsideIsRefusedInACapturedCall) {
   EXPECT_GT(engine.report().replays, 0);
 }
 
+TEST_F(AskedGroups, AHandleIsRefusedInTheStepOfAnotherEngine) {
+  OffloadEngine engine(model_, options());
+  torch::nn::Module other_model;
+  OffloadEngine other(other_model, options());
+  for (std::int64_t s = 0; s < 3; ++s) {
+    auto step = engine.step();
+    Handles handles;
+    const at::Tensor h = layer(data(s).mul(2), "a", handles);
+    auto step_of_other = other.step();
+    EXPECT_THROWS(UsageError, "while a step of another engine is active", handles[0].start_reload());
+    step_of_other.finish();
+    h.sum().backward();
+    step.finish();
+  }
+}
+
 /// A step function whose groups leave and come back as it says.
 Tensors asked_loss(torch::nn::SequentialImpl& model, const Tensors& inputs) {
   at::Tensor h = inputs[0];

@@ -8,6 +8,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/nn/modules/linear.h>
 
 #include "expect_throws.h"
 #include "graphs/outputs/storage_holders.h"
@@ -441,6 +442,41 @@ TEST_F(EagerStep, AnEngineForgetsItsPlanOnReset) {
   const Report report = engine.report();
   EXPECT_EQ(find(report, "first"), nullptr);
   EXPECT_EQ(find(report, "other")->offloaded_bytes, 2 * kSquareBytes);
+}
+
+TEST_F(EagerStep, ResetLearnsTheWeightsOfModulesThatWereReplaced) {
+  torch::nn::Module model;
+  torch::nn::Linear part{nullptr};
+  const auto make_part = [&] {
+    torch::nn::Linear linear(torch::nn::LinearOptions(64, 64).bias(false));
+    linear->to(device_);
+    return linear;
+  };
+  const Loss product = [&](const at::Tensor& x, const at::Tensor& weight) {
+    at::Tensor h = x * weight;
+    {
+      const OffloadScope scope("product");
+      h = at::matmul(h, part->weight.t());
+    }
+    return through_scopes(h, {"second", "third"}).sum();
+  };
+  part = model.register_module("part", make_part());
+  OffloadEngine engine(model, options().offload("all"));
+  const auto weights_that_stay = [&] {
+    const auto step = engine.step();
+    (void)gradients(product, 0);
+    const Report report = engine.report();
+    const auto found = std::find_if(report.exclusions.begin(), report.exclusions.end(),
+                                    [](const auto& exclusion) { return exclusion.reason == "parameter"; });
+    return found == report.exclusions.end() ? 0 : found->tensors;
+  };
+  (void)weights_that_stay();
+  const std::int64_t before = weights_that_stay();
+  EXPECT_GT(before, 0);
+  part = model.replace_module("part", make_part());
+  engine.reset();
+  (void)weights_that_stay();
+  EXPECT_EQ(weights_that_stay(), before);
 }
 
 TEST_F(EagerStep, AStepThatTakesAnotherWayThanPlannedStaysRight) {
