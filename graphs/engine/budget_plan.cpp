@@ -80,7 +80,7 @@ std::string in_words(const StepForecast& forecast, std::int64_t budget) {
          time + ", and its graphed calls will offload " + mebibytes(forecast.moved);
 }
 
-/// Why nothing that a step saves can be offloaded to stay within `budget`.
+/// For a step that is larger than `budget`, and of which nothing can be offloaded.
 std::string refusal_of_nothing(const MeasuredStep& step, std::int64_t budget) {
   return "device_budget is " + exact_mebibytes(budget) + ", but a step takes " + exact_mebibytes(step.peak()) +
          ", and nothing that its graphs save can be offloaded; set a budget of at least that, name more in "

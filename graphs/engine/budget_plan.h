@@ -13,9 +13,9 @@ class GraphSequence;
 struct EngineResources;
 
 /// What Options::device_budget does in one engine. The first captures offload all that they can. The second step that replays them is
-/// measured. If other captures replay in other steps (of other shapes), these are measured too, up to a number of steps, and the one with the
-/// highest peak counts. Before the next step the largest lag that stays within the budget is planned, and the calls are captured again with
-/// it. A step of these captures is measured too, and compared with the forecast. Does nothing if the option is not set.
+/// measured. If other captures replay in other steps (of other shapes), these are measured too, up to a number of steps, and the one with
+/// the highest peak counts. Before the next step the largest lag that stays within the budget is planned, and the calls are captured again
+/// with it. A step of these captures is measured too, and compared with the forecast. Does nothing if the option is not set.
 /// Threads: the step's.
 class BudgetPlan {
  public:

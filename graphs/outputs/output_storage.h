@@ -26,10 +26,11 @@ namespace sidestream {
 ///   held          U and M: record    A: wait for them, copy, record    U and M: wait for A
 ///   not held      A and U: record    M: wait for them
 ///
-/// M may have changed the held tensor without record_stream: a reference and an event are enough for that in plain training. Work that was queued before the exchange has the old address. The launch is after all work that A and U were given by then, as it is
-/// before the allocator lends freed memory to another stream. Work that is queued later has the new address, and is after the copy. The
-/// new memory belongs to A, as the output's would in plain training, and is held for U too. In nearly all programs A is M and there is
-/// no U: then no stream waits.
+/// M may have changed the held tensor without record_stream: a reference and an event are enough for that in plain training. Work that was
+/// queued before the exchange has the old address. The launch is after all work that A and U were given by then, as it is before the
+/// allocator lends freed memory to another stream. Work that is queued later has the new address, and is after the copy. The new memory
+/// belongs to A, as the output's would in plain training, and is held for U too. In nearly all programs A is M and there is no U: then no
+/// stream waits.
 /// Threads: one at a time; `users` of the memory may be added on any.
 class OutputStorage {
  public:
