@@ -12,69 +12,16 @@
 
 #include "expect_throws.h"
 #include "graphs/outputs/storage_holders.h"
-#include "models/plain_twin.h"
 #include "models/scopes.h"
 #include "runtime/runtime.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
 #include "sidestream/scope.h"
+#include "unit/graphs/eager_step_fixture.h"
 
 namespace sidestream::testing_model {
 namespace {
-
-using Loss = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight)>;
-
-/// One storage of [64, 64] floats.
-constexpr std::int64_t kSquareBytes = 64 * 64 * 4;
-
-class EagerStep : public testing::Test {
- protected:
-  [[nodiscard]] Options options() const { return Options(device_).min_bytes(1024).groups_in_flight(1); }
-
-  [[nodiscard]] at::Tensor data(std::int64_t s) const {
-    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(300 + s));
-    return at::randn({64, 64}, generator).to(device_);
-  }
-
-  /// Gradients of the input and of the weight.
-  StepTensors gradients(const Loss& loss, std::int64_t s, int backwards = 1) {
-    weight_.mutable_grad() = at::Tensor();
-    const at::Tensor x = data(s).requires_grad_(true);
-    const at::Tensor value = loss(x, weight_);
-    for (int i = 1; i < backwards; ++i) {
-      value.backward({}, /*retain_graph=*/true);
-    }
-    value.backward();
-    return {{"gradient of the input", x.grad()}, {"gradient of the weight", weight_.grad()}};
-  }
-
-  /// Four steps with `engine`, each compared with plain training.
-  void expect_plain(OffloadEngine& engine, const Loss& loss, int backwards = 1) {
-    const auto mine = [&](std::int64_t s) {
-      const auto step = engine.step();
-      return gradients(loss, s, backwards);
-    };
-    testing_model::expect_plain(0, 4, mine, [&](std::int64_t s) { return gradients(loss, s, backwards); });
-  }
-
-  [[nodiscard]] static const GroupReport* find(const Report& report, const std::string& name) {
-    for (const GroupReport& group : report.groups) {
-      if (group.name == name) {
-        return &group;
-      }
-    }
-    return nullptr;
-  }
-
-  c10::Device device_ = find_device("sim");
-  torch::nn::Module model_;
-  at::Tensor weight_ = model_.register_parameter("weight", data(99).mul(0.1));  // what is done with it is the test's
-};
-
-at::Tensor three_scopes(const at::Tensor& x, const at::Tensor& weight) {
-  return through_scopes(x * weight, {"first", "second", "third"}).sum();
-}
 
 TEST_F(EagerStep, GroupsLeaveAndComeBack) {
   OffloadEngine engine(model_, options().offload("first,second,third"));
@@ -261,103 +208,6 @@ TEST_F(EagerStep, TheHostCapKeepsGroupsOnTheDevice) {
     EXPECT_EQ(find(report, "second")->kept_because, storages < 4 ? "over the host cap" : "");
     EXPECT_EQ(report.notes.empty(), storages == 4);
   }
-}
-
-TEST_F(EagerStep, AWriteBetweenSaveAndUnpackNamesTheGroup) {
-  OffloadEngine engine(model_, options().offload("all"));
-  expect_plain(engine, three_scopes);
-  const Loss broken = [](const at::Tensor& x, const at::Tensor& weight) {
-    at::Tensor h = x * weight;
-    at::Tensor saved;
-    {
-      const OffloadScope scope("first");
-      saved = h.exp();
-      h = saved * 2;
-    }
-    {
-      const OffloadScope scope("second");
-      h = h.exp();
-    }
-    {
-      const at::NoGradGuard no_grad;
-      saved.add_(1);
-    }
-    return h.sum();
-  };
-  EXPECT_THROWS(UsageError, "saved in \"first\", was changed in place", {
-    const auto step = engine.step();
-    (void)gradients(broken, 0);
-  });
-  expect_plain(engine, three_scopes);
-}
-
-TEST_F(EagerStep, TheErrorOfAWriteNamesTheGroupAfterTheEngineHasGone) {
-  const std::string name = "a name that is too long to lie in the string object itself";
-  at::Tensor saved;
-  at::Tensor loss;
-  {
-    OffloadEngine engine(model_, options().offload("all"));
-    const auto step = engine.step();
-    saved = data(0) * weight_;
-    const OffloadScope scope(name.c_str());
-    loss = saved.exp().sum() + saved.square().sum();
-  }
-  {
-    const at::NoGradGuard no_grad;
-    saved.add_(1);
-  }
-  EXPECT_THROWS(UsageError, "saved in \"" + name + "\", was changed in place", loss.backward());
-}
-
-/// Its backward takes what it saved for scratch memory.
-struct WritesWhatItSaved : torch::autograd::Function<WritesWhatItSaved> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
-    context->save_for_backward({x});
-    return x.square();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 const torch::autograd::variable_list& gradients) {
-    const at::NoGradGuard no_grad;
-    return {context->get_saved_variables()[0].mul_(2).mul_(gradients[0])};
-  }
-};
-
-TEST_F(EagerStep, AWriteInABackwardIsSeenByTheNextReader) {
-  const Loss alone = [](const at::Tensor& x, const at::Tensor& weight) {
-    at::Tensor h = x * weight;
-    {
-      const OffloadScope scope("first");
-      h = WritesWhatItSaved::apply(h);
-    }
-    const OffloadScope scope("second");
-    return h.mul(0.01).exp().sum();
-  };
-  const Loss shared = [](const at::Tensor& x, const at::Tensor& weight) {
-    const at::Tensor h = x * weight;
-    at::Tensor sum;
-    {
-      const OffloadScope scope("first");
-      sum = h.sin();
-      sum = sum + WritesWhatItSaved::apply(h);
-    }
-    const OffloadScope scope("second");
-    return sum.mul(0.01).exp().sum();
-  };
-  OffloadEngine engine(model_, options().offload("all"));
-  expect_plain(engine, alone);
-  EXPECT_ANY_THROW((void)gradients(shared, 0)) << "plain training";
-  EXPECT_ANY_THROW((void)gradients(alone, 0, 2)) << "plain training";
-  for (int i = 0; i < 2; ++i) {
-    EXPECT_THROWS(UsageError, "was changed in place", {
-      const auto step = engine.step();
-      (void)gradients(shared, 0);
-    });
-    EXPECT_THROWS(UsageError, "was changed in place", {
-      const auto step = engine.step();
-      (void)gradients(alone, 0, 2);
-    });
-  }
-  expect_plain(engine, alone);
 }
 
 TEST_F(EagerStep, AStorageOfTwoGroupsStaysWithTheOneThatStays) {
