@@ -37,7 +37,8 @@ void CallTable::learn_names() {
 CallSite* CallTable::site_for(const detail::CallRequest& request) {
   const void* key = request.module != nullptr ? static_cast<const void*>(request.module) : request.name;
   if (const auto found = by_key_.find(key); found != by_key_.end()) {
-    if (request.module != nullptr || found->second->scope->name == request.name) {
+    const CallSite& site = *found->second;  // the address may have been freed and used again, for the other kind too
+    if (site.module.get() == request.module && (site.module != nullptr || site.scope->name == request.name)) {
       return found->second;
     }
   }

@@ -49,8 +49,8 @@ class EngineState {
   void end_step(bool failed);
   /// Of a step that went well.
   void end_trace();
-  /// Throws: UsageError on another thread than the step began on.
-  void check_thread_of_step() const;
+  /// Throws: UsageError on another thread than the step began on, and inside of a call.
+  void check_end_of_step() const;
   /// `end_step` for a destructor: a failure is kept, and thrown by the next `begin_step`.
   void close_step(bool failed) noexcept;
   /// A call of `ss::call`.
@@ -90,7 +90,7 @@ class EngineState {
   [[nodiscard]] const HostArena& arena() const noexcept { return *resources_.arena; }
 
  private:
-  /// One that was destroyed on another thread.
+  /// One that was destroyed on another thread, or inside of a call.
   void end_abandoned_step();
   /// Throws the error that a destructor could not throw.
   void throw_kept();

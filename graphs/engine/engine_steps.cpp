@@ -49,6 +49,9 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
   if (step_) {
     throw UsageError("a step of this engine is active already; end it before the next begins");
   }
+  if (context_.in_call()) {
+    throw UsageError("OffloadEngine::step was called inside of a call; begin the step before the call");
+  }
   chunks_.begin_step(order);
   if (std::exchange(failed_, false)) {
     sequences_.await_failed_backward();
@@ -124,7 +127,6 @@ void EngineState::end_step(bool failed) {
   failed_ = failed;
   StepSession& step = *step_;
   step.leave_thread();
-  context_.leave_body();
   if (verification_ != nullptr) {
     verification_->end_step();
   }
@@ -213,16 +215,19 @@ void EngineState::end_trace() {
   }
 }
 
-void EngineState::check_thread_of_step() const {
+void EngineState::check_end_of_step() const {
   if (step_->thread() != std::this_thread::get_id()) {
     throw UsageError("a step was ended on another thread than the one it began on; end it on the thread that began it");
+  }
+  if (context_.in_call()) {
+    throw UsageError("a step was ended inside of one of its calls; end it after that call has returned");
   }
 }
 
 void EngineState::close_step(bool failed) noexcept {
   try {
     try {
-      check_thread_of_step();
+      check_end_of_step();
     } catch (...) {
       const std::lock_guard lock(kept_);
       step_was_abandoned_ = true;

@@ -23,7 +23,7 @@ void Step::finish() {
   if (state_ == nullptr) {
     return;
   }
-  state_->check_thread_of_step();
+  state_->check_end_of_step();
   const std::shared_ptr<EngineState> state = std::move(state_);
   state->end_step(/*failed=*/false);
 }

@@ -32,8 +32,8 @@ class CallContext {
   [[nodiscard]] bool inside_body() const noexcept {
     return phase_ == Phase::inside_graphed_call || phase_ == Phase::plain;
   }
-  /// A step that ends inside of a body: the next one begins outside.
-  void leave_body() noexcept { phase_ = inside_body() ? Phase::open : phase_; }
+  /// The body of a call runs, in whatever phase.
+  [[nodiscard]] bool in_call() const noexcept { return calls_ > 0; }
   /// The engine whose step or capture runs on the calling thread, or null.
   [[nodiscard]] static EngineState* active() noexcept { return ThreadStack<EngineState>::top(); }
 
@@ -50,15 +50,19 @@ class CallContext {
     ThreadStack<EngineState>::Entry entry_;
   };
 
-  /// Calls run inside of `phase` for its lifetime.
+  /// The body of a call runs for its lifetime, and calls inside of it run in `phase`.
   class [[nodiscard]] Enter {
    public:
     Enter(CallContext& context, Phase phase) noexcept : context_(context), before_(context.phase_) {
       context_.phase_ = phase;
+      ++context_.calls_;
     }
     Enter(const Enter&) = delete;
     Enter& operator=(const Enter&) = delete;
-    ~Enter() { context_.phase_ = before_; }
+    ~Enter() {
+      context_.phase_ = before_;
+      --context_.calls_;
+    }
 
    private:
     CallContext& context_;
@@ -68,6 +72,7 @@ class CallContext {
  private:
   EngineState& engine_;
   Phase phase_ = Phase::open;
+  int calls_ = 0;
 };
 
 }  // namespace sidestream

@@ -1,6 +1,8 @@
 // The function of a call: its type, its address and what it owns are part of the call.
+#include <array>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -93,6 +95,30 @@ TEST_F(CallArguments, AnOwningFunctionThatIsMadeAnewEndsAtTheBound) {
   });
   EXPECT_EQ(engine.report().captures, 6);
   EXPECT_EQ(warnings.take().size(), 1U);
+}
+
+// A module was taken for a function whose name had been at its address.
+TEST_F(CallArguments, AModuleAtTheAddressOfAFormerNameIsAModule) {
+  alignas(torch::nn::LinearImpl) std::array<char, sizeof(torch::nn::LinearImpl)> memory{};
+  OffloadEngine engine(*model_, Options(device_).offload("**").min_bytes(16));
+  const at::Tensor x = rows(0, device_);
+  {
+    auto step = engine.step();
+    std::strcpy(memory.data(), "former");
+    call(memory.data(), &times_two, x.exp().requires_grad_(true)).sum().backward();
+    step.finish();
+  }
+  engine.reset();
+  const std::shared_ptr<torch::nn::LinearImpl> layer(new (memory.data()) torch::nn::LinearImpl(x.size(-1), 2),
+                                                     [](torch::nn::LinearImpl* made) { made->~LinearImpl(); });
+  layer->to(device_);
+  model_->register_module("layer", layer);
+  auto step = engine.step();
+  call(layer, x.exp()).sum().backward();
+  step.finish();
+  ASSERT_EQ(engine.report().groups.size(), 1U);
+  EXPECT_EQ(engine.report().groups[0].name, "layer");
+  model_->unregister_module("layer");
 }
 
 TEST_F(CallArguments, NoModuleAndNoNameAreRefused) {

@@ -177,6 +177,40 @@ TEST_F(LifetimeTest, AStepThatIsLeftOnAnotherThreadIsFoundByTheNext) {
   }
 }
 
+std::optional<Step>* step_to_end = nullptr;
+
+at::Tensor finishes_the_step(const at::Tensor& x) {
+  EXPECT_THROWS(UsageError, "inside of one of its calls", (*step_to_end)->finish());
+  return x.tanh() * x;
+}
+
+at::Tensor destroys_the_step(const at::Tensor& x) {
+  const at::Tensor y = x.tanh();
+  step_to_end->reset();
+  return y * x;
+}
+
+TEST_F(LifetimeTest, AStepDoesNotEndInsideOfOneOfItsCalls) {
+  for (const char* name : {"graphed", "scope"}) {
+    SCOPED_TRACE(name);
+    OffloadEngine engine(*model_, options().graph("graphed").offload("graphed,scope"));
+    const at::Tensor x = at::ones({8}, device_).requires_grad_(true);
+    std::optional<Step> step(engine.step());
+    step_to_end = &step;
+    train(0);
+    call(name, finishes_the_step, x).sum().backward();
+    step->finish();
+    engine.reset();
+
+    ExpectedWarnings warnings;
+    step.emplace(engine.step());
+    train(1);
+    call(name, destroys_the_step, x).sum().backward();
+    EXPECT_EQ(warnings.take().size(), 1U);
+    EXPECT_THROWS(UsageError, "inside of one of its calls", (void)engine.step());
+  }
+}
+
 TEST_F(LifetimeTest, AnEngineThatGoesOnAnotherThreadLeavesNoTrace) {
   auto engine = std::make_unique<OffloadEngine>(*model_, options());
   std::optional<Step> step(engine->step());
