@@ -77,7 +77,9 @@ void print_chunks(const Report& report, std::ostream& out) {
     stage.most = std::max(stage.most, chunk.offloaded_bytes);
   }
   for (const auto& [number, stage] : stages) {
-    row(out, "offloaded by " + std::to_string(stage.chunks) + " chunks of stage " + std::to_string(number),
+    row(out,
+        "offloaded by " + std::to_string(stage.chunks) + (stage.chunks == 1 ? " chunk" : " chunks") + " of stage " +
+            std::to_string(number),
         mebibytes(stage.bytes) + " (a chunk: " + mebibytes(stage.least) + " to " + mebibytes(stage.most) + ")");
   }
 }
@@ -138,7 +140,7 @@ double part(std::int64_t bytes, std::int64_t whole) {
 std::string percent(double part) {
   char text[32];
   std::snprintf(text, sizeof text, "%.1f%%", 100 * part);
-  return text;
+  return std::string_view(text) == "-0.0%" ? text + 1 : text;
 }
 
 }  // namespace
@@ -148,7 +150,7 @@ double Report::r_gross() const { return part(sizing_peak_bytes - step_peak_bytes
 double Report::r_net() const { return part(sizing_peak_bytes - step_peak_bytes, offloaded_bytes - in_flight_bytes); }
 
 void Report::print(std::ostream& out) const {
-  out << "sidestream: " << steps << " steps\n";
+  out << "sidestream: " << steps << (steps == 1 ? " step\n" : " steps\n");
   row(out, "offloaded per step", mebibytes(offloaded_bytes));
   print_chunks(*this, out);
   row(out, "reloaded per step", mebibytes(reloaded_bytes));

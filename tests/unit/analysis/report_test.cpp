@@ -82,11 +82,21 @@ bool has_line(const std::string& text, const std::string& what, const std::strin
   return false;
 }
 
+TEST(ReportTest, OneStepIsNoStepsAndNothingHasNoSign) {
+  Report report;
+  report.steps = 1;
+  report.offloaded_bytes = 1 << 20;
+  report.step_peak_bytes = 10;
+  const std::string text = printed(report);
+  EXPECT_EQ(text.rfind("sidestream: 1 step\n", 0), 0U) << text;
+  EXPECT_TRUE(has_line(text, "device memory saved", " 0.0 MiB (0.0% of what was offloaded)")) << text;
+}
+
 TEST(ReportTest, TheTableShowsWhatWasCounted) {
   const std::string text = printed(full_report());
   EXPECT_TRUE(has_line(text, "offloaded per step", "8.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "offloaded by 2 chunks of stage 0", "8.0 MiB (a chunk: 3.0 MiB to 5.0 MiB)")) << text;
-  EXPECT_TRUE(has_line(text, "offloaded by 1 chunks of stage 1", "2.0 MiB (a chunk: 2.0 MiB to 2.0 MiB)")) << text;
+  EXPECT_TRUE(has_line(text, "offloaded by 1 chunk of stage 1", "2.0 MiB (a chunk: 2.0 MiB to 2.0 MiB)")) << text;
   EXPECT_TRUE(has_line(text, "reloaded per step", "7.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "device memory saved", "6.0 MiB (75.0% of what was offloaded)")) << text;
   EXPECT_TRUE(has_line(text, "pinned host memory (requested)", "12.0 MiB (11.0 MiB)")) << text;
