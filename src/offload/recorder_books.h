@@ -26,7 +26,12 @@ struct SavedIdentity {
 template <class T>
 class Reused {
  public:
-  T& emplace_back() { return used_++ == all_.size() ? all_.emplace_back() : all_[used_ - 1]; }
+  T& emplace_back() {
+    if (used_ == all_.size()) {
+      all_.emplace_back();
+    }
+    return all_[used_++];
+  }
   void clear() {
     for (T& element : *this) {
       begin_again(element);

@@ -1,4 +1,6 @@
 #include <memory>
+#include <new>
+#include <utility>
 #include <vector>
 
 #include <ATen/ops/equal.h>
@@ -7,6 +9,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "offload/autograd_engine.h"
+#include "offload/recorder_books.h"
 #include "offload/saved_tensor_recorder.h"
 
 namespace sidestream {
@@ -19,6 +22,26 @@ class StayingMover final : public StorageMover {
   c10::Storage fetch(SavedStorage& storage) override { return storage.device; }
   void dropped(SavedStorage&) noexcept override {}
 };
+
+// An element that was counted but not made was read at the next clear.
+TEST(ReusedElements, OneThatCannotBeMadeIsNotCounted) {
+  struct Element {
+    Element() {
+      if (std::exchange(fails(), false)) {
+        throw std::bad_alloc();
+      }
+    }
+    static bool& fails() {
+      static bool next = false;
+      return next;
+    }
+  };
+  Reused<Element> elements;
+  elements.emplace_back();
+  Element::fails() = true;
+  EXPECT_THROW(elements.emplace_back(), std::bad_alloc);
+  EXPECT_EQ(elements.size(), 1U);
+}
 
 class RecorderMemory : public ::testing::TestWithParam<std::size_t> {};
 
