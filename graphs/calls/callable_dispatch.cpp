@@ -88,12 +88,15 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
       call.request.prepare(call.request.context);
     }
   };
+  const auto run_in_place_of_replay = [&](EagerCause cause) {
+    prepare();
+    run_eagerly(call, cause);
+    holder.sequence->ran_eagerly(index);
+  };
   FactsChange change = holder.captured().change_of_all(index);
   const bool follows_eager_call = holder.captured().follows_eager_call(index, call.request.inputs);
   if (change.other_mode() || follows_eager_call) {
-    prepare();
-    run_eagerly(call, follows_eager_call ? EagerCause::after_eager_call : EagerCause::other_mode);
-    holder.sequence->ran_eagerly(index);
+    run_in_place_of_replay(follows_eager_call ? EagerCause::after_eager_call : EagerCause::other_mode);
     return;
   }
   if (!(captured->spec.state.modes == call.modes)) {
@@ -124,9 +127,7 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
   if (follows_switch ||
       (holder.captured().options.on_relocated_weights() == OnRelocatedWeights::capture && may_capture_again())) {
     if (!agree_to_capture(holder.captured().options)) {
-      prepare();
-      run_eagerly(call, EagerCause::not_agreed);
-      holder.sequence->ran_eagerly(index);
+      run_in_place_of_replay(EagerCause::not_agreed);
       return;
     }
     sequences_.recapture(holder);
@@ -139,6 +140,10 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
                        (lost ? ", because an earlier capture had failed," : "") +
                        " and then its capture-time hooks moved its weights (" + holder.captured().difference(index) +
                        "); place the weights where its graphs read them, and call it again");
+    }
+    if (change.other_mode()) {  // not seen before, beside the modules that were replaced
+      run_in_place_of_replay(EagerCause::other_mode);
+      return;
     }
   }
   if (change.any()) {

@@ -220,6 +220,19 @@ TEST_F(ChangedPairTest, AReplacedWeightIsNotCalledRelocated) {
   EXPECT_EQ(text.find("pending"), std::string::npos) << text;
 }
 
+TEST_F(ChangedPairTest, AReplacedWeightInAnotherModeRunsEagerly) {
+  capture({});
+  second().renew_scale();
+  second().drop->eval();
+  graphed_[1]({x()})[0].sum().backward();
+  EXPECT_EQ(twins_.engine->report().eager_calls, 1);
+  const std::int64_t captured = twins_.captures();
+  second().drop->train();
+  graphed_[1]({x()})[0].sum().backward();
+  EXPECT_EQ(twins_.engine->report().eager_calls, 1);
+  EXPECT_EQ(twins_.captures(), captured);
+}
+
 TEST_F(ChangedPairTest, AnErrorByOptionComesFromTheChangedCallableAlone) {
   capture(GraphOptions().on_relocated_weights(OnRelocatedWeights::error));
   second().fc1->weight.set_data(second().fc1->weight.detach().clone());
