@@ -119,7 +119,8 @@ void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request,
   if (site.kind == CallSite::Kind::graphed && at::GradMode::is_enabled()) {
     latest_ = nullptr;
   }
-  if (SavedTensorRecorder* recorder = current_recorder(); recorder != nullptr) {
+  if (SavedTensorRecorder* recorder = current_recorder();
+      recorder != nullptr && recorder->knows_scopes_of(resources_.tree)) {
     RecorderScope scope(*recorder, site.scope);
     request.run(request.context, outputs);
     scope.end();

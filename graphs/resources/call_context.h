@@ -24,9 +24,10 @@ class CallContext {
   ~CallContext() = default;
 
   [[nodiscard]] Phase phase() const noexcept { return phase_; }
-  /// False if callables too are scopes only.
+  /// False if callables too are scopes only: in this engine, or in another one that is active on the calling thread.
   [[nodiscard]] bool callables_replay() const noexcept {
-    return phase_ == Phase::open || phase_ == Phase::inside_graphed_call;
+    const CallContext* const active = ThreadStack<const CallContext>::top();
+    return lets_replay() && (active == nullptr || active->lets_replay());
   }
   /// A body runs eagerly in which calls are scopes only.
   [[nodiscard]] bool inside_body() const noexcept {
@@ -35,19 +36,22 @@ class CallContext {
   /// The body of a call runs, in whatever phase.
   [[nodiscard]] bool in_call() const noexcept { return calls_ > 0; }
   /// The engine whose step or capture runs on the calling thread, or null.
-  [[nodiscard]] static EngineState* active() noexcept { return ThreadStack<EngineState>::top(); }
+  [[nodiscard]] static EngineState* active() noexcept {
+    const CallContext* const context = ThreadStack<const CallContext>::top();
+    return context == nullptr ? nullptr : &context->engine_;
+  }
 
   /// The engine serves the calling thread for its lifetime. May end in any order with those of other engines.
   class [[nodiscard]] OnThread {
    public:
     /// `pool`: see ThreadStack::Entry.
-    explicit OnThread(const CallContext& context, BlockPool* pool = nullptr) : entry_(&context.engine_, pool) {}
+    explicit OnThread(const CallContext& context, BlockPool* pool = nullptr) : entry_(&context, pool) {}
     OnThread(const OnThread&) = delete;
     OnThread& operator=(const OnThread&) = delete;
     ~OnThread() = default;
 
    private:
-    ThreadStack<EngineState>::Entry entry_;
+    ThreadStack<const CallContext>::Entry entry_;
   };
 
   /// The body of a call runs for its lifetime, and calls inside of it run in `phase`.
@@ -70,6 +74,10 @@ class CallContext {
   };
 
  private:
+  [[nodiscard]] bool lets_replay() const noexcept {
+    return phase_ == Phase::open || phase_ == Phase::inside_graphed_call;
+  }
+
   EngineState& engine_;
   Phase phase_ = Phase::open;
   int calls_ = 0;

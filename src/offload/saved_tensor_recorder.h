@@ -105,6 +105,8 @@ class SavedTensorRecorder final : public SavedTensorSource {
   /// The record of the latest version of `storage`. Null if there is none, or if it has been freed. Threads: the forward's.
   [[nodiscard]] std::shared_ptr<const SavedStorage> saved(const c10::StorageImpl* storage) const;
   [[nodiscard]] Counts counts() const noexcept;
+  /// False for the scopes of another engine.
+  [[nodiscard]] bool knows_scopes_of(const ScopeTree& tree) const noexcept { return &tree_ == &tree; }
   [[nodiscard]] std::size_t depth() const noexcept { return stack_.size(); }
   /// The innermost scope that is open.
   [[nodiscard]] const ScopeNode& scope() const noexcept { return *stack_.back().scope; }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -279,28 +280,39 @@ class HalfGraphed : public torch::nn::Module {
   std::function<at::Tensor(const at::Tensor&)> graphed;
 };
 
-class CallableInACall : public testing::TestWithParam<std::int64_t> {};
+/// Replays that are verified, and whether the callable is another engine's than the call.
+class CallableInACall : public testing::TestWithParam<std::tuple<std::int64_t, bool>> {};
 
 TEST_P(CallableInACall, IsAPartOfTheCallsGraphAndOfItsVerification) {
   const c10::Device device = find_device("sim");
-  Twins<OnePart<HalfGraphed>> twins(Options(device).graph("**").verify_replays(GetParam()));
+  Twins<OnePart<HalfGraphed>> twins(
+      Options(device).graph("**").offload("**").min_bytes(16).verify_replays(std::get<0>(GetParam())));
+  std::optional<OffloadEngine> other;
+  if (std::get<1>(GetParam())) {
+    other.emplace(*twins.mine, Options(device));
+  }
   const auto data = [&](std::int64_t s) {
     return at::linspace(-1, 0.1 * static_cast<double>(s + 1), 32, at::kFloat).view({4, 8}).to(device);
   };
   const std::vector<GraphedCallable> graphed = make_graphed_callables(
-      *twins.engine,
+      other ? *other : *twins.engine,
       {Callable(
           "first", [](torch::nn::LinearImpl& layer, const Tensors& in) { return Tensors{layer.forward(in[0])}; },
           twins.mine->part->first.ptr())},
       {{data(90)}}, GraphOptions().gradients("**", GradientPolicy::accumulated));
   twins.mine->part->graphed = [&](const at::Tensor& x) { return graphed[0]({x})[0]; };
+  const auto replayed_alone = [&] { return other ? other->report().replays : 0; };
   twins.expect_plain(
-      0, 4, [&](OnePart<HalfGraphed>& model, std::int64_t s) { call(model.part.get(), data(s)).sum().backward(); });
+      0, 2, [&](OnePart<HalfGraphed>& model, std::int64_t s) { call(model.part.get(), data(s)).sum().backward(); });
+  const std::int64_t before = replayed_alone();
+  twins.expect_plain(
+      2, 4, [&](OnePart<HalfGraphed>& model, std::int64_t s) { call(model.part.get(), data(s)).sum().backward(); });
   EXPECT_EQ(twins.replays(), 2) << "of the call alone";
+  EXPECT_EQ(replayed_alone(), before);
   twins.mine->part->graphed = nullptr;
 }
 
-INSTANTIATE_TEST_SUITE_P(Verified, CallableInACall, testing::Values(0, 2));
+INSTANTIATE_TEST_SUITE_P(Verified, CallableInACall, testing::Combine(testing::Values(0, 2), testing::Bool()));
 
 }  // namespace
 }  // namespace sidestream::testing_model
