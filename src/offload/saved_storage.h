@@ -22,11 +22,13 @@ struct Group;
 
 /// Distinct streams; nearly always one.
 using Streams = c10::SmallVector<c10::Stream, 2>;
-/// Adds `stream` unless it is among `streams`.
-inline void add_stream(Streams& streams, c10::Stream stream) {
-  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+/// Adds `stream`. False if it was there.
+inline bool add_stream(Streams& streams, c10::Stream stream) {
+  const bool is_new = std::find(streams.begin(), streams.end(), stream) == streams.end();
+  if (is_new) {
     streams.push_back(stream);
   }
+  return is_new;
 }
 
 /// A storage that autograd saved, wherever its bytes are now. Shared by the handles of all tensors saved from it; it dies with

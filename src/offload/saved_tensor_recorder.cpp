@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "offload/kept_failure.h"
+#include "offload/kept_memory.h"
 #include "runtime/composite.h"
 #include "sidestream/error.h"
 
@@ -356,7 +357,9 @@ std::shared_ptr<SavedStorage> SavedTensorRecorder::save(const at::Tensor& tensor
   if (found != entries_.end()) {
     auto saved = found->second.saved.lock();
     if (saved != nullptr && found->second.version.same_as(version)) {
-      add_stream(saved->streams, current_stream(storage.device()));
+      if (add_stream(saved->streams, current_stream(storage.device())) && saved->slot != 0) {
+        keep_for(storage, saved->streams);  // its group has ended, and knows only the streams that had saved it by then
+      }
       auto& savers = storages_[found->second.profile_index].savers;
       if (savers.back() != group.index) {
         savers.push_back(group.index);

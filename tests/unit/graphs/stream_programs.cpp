@@ -1,4 +1,5 @@
 // Programs whose eager groups are saved and read on several streams. Each scope saves storages of its own.
+#include <functional>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -6,6 +7,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "models/scopes.h"
+#include "sidestream/scope.h"
 #include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
@@ -144,6 +146,38 @@ class SavedOnTwoStreams final : public OnStreams {
   }
 };
 
+/// One storage saved by a scope on one stream, and by a later one on the other: the memory waits for both, though its copy is on its way.
+class SavedAgainOnAnotherStream final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    const c10::StreamGuard on_a(a());
+    at::Tensor first;
+    at::Tensor again;
+    {
+      const at::Tensor shared = input(s, 0) * 2;
+      first = scoped("first", [&] { return shared.sigmoid() * shared; });
+      order(a(), b());
+      const c10::StreamGuard on_b(b());
+      again = scoped("again", [&] { return shared * shared; });
+    }
+    const at::Tensor later = through_scopes(first);
+    order(b(), a());
+    auto grads = gradients((later + again).sum(), {input(s, 0)});
+    order(b(), a());
+    return grads;
+  }
+
+ private:
+  static at::Tensor scoped(const char* name, const std::function<at::Tensor()>& body) {
+    OffloadScope scope(name);
+    at::Tensor result = body();
+    scope.end();
+    return result;
+  }
+};
+
 /// A reloaded storage is read by the backward of two streams, and its memory is used again while one of them may be at it.
 class ReadBackOnTwoStreams final : public OnStreams {
  public:
@@ -222,6 +256,7 @@ std::vector<NamedProgram> stream_programs() {
           named_program<MicrobatchesInFlight>("microbatches_in_flight"),
           named_program<ForkInAScope>("fork_in_a_scope"),
           named_program<SavedOnTwoStreams>("saved_on_two_streams"),
+          named_program<SavedAgainOnAnotherStream>("saved_again_on_another_stream"),
           named_program<ReadBackOnTwoStreams>("read_back_on_two_streams"),
           named_program<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),
           named_program<UnusedReload>("unused_reload_after_the_step", Again::after_the_step),
