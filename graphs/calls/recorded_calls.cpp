@@ -165,6 +165,7 @@ std::size_t RecordedCalls::add(CallSite& site, const detail::CallRequest& reques
         if (calls_[i]->slot == slot && calls_[i]->state.modes.gradients == modes.gradients &&
             flights_[i]->like_recorded && gave({i, o}, input)) {
           kept.from = Link{i, o};
+          kept.marked = exclusions_->is_marked(input);
           kept.like = at::empty_strided(input.sizes(), input.strides(), input.options().device(at::kMeta))
                           .set_requires_grad(input.requires_grad());
         }

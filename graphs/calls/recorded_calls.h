@@ -25,6 +25,7 @@ struct Node;
 namespace sidestream {
 
 class EagerMemoryEstimate;
+class Exclusions;
 
 /// Which recorded calls later calls are computed from, by autograd's edges, also through other operators between them.
 /// Threads: one at a time.
@@ -71,12 +72,12 @@ struct RecordedCall {
 /// Threads: the step's.
 class RecordedCalls {
  public:
-  /// `model`: the engine's, which may be an argument though no shared_ptr owns it. `device`: the graphs'.
+  /// `model`: the engine's, which may be an argument though no shared_ptr owns it. `device`: the graphs'. `exclusions` knows what was marked.
   /// `rest` is told where a backward of theirs begins.
   /// `delays`: captures are in flight until their weight gradients are computed, and so are the calls here.
-  RecordedCalls(const torch::nn::Module& model, c10::Device device, std::shared_ptr<EagerMemoryEstimate> rest,
-                bool delays) noexcept
-      : model_(&model), device_(device), rest_(std::move(rest)), delays_(delays) {}
+  RecordedCalls(const torch::nn::Module& model, c10::Device device, const Exclusions& exclusions,
+                std::shared_ptr<EagerMemoryEstimate> rest, bool delays) noexcept
+      : model_(&model), device_(device), exclusions_(&exclusions), rest_(std::move(rest)), delays_(delays) {}
 
   /// Keeps what a capture of this call needs, before it runs: input values (or which recorded output an input is). One capture serves
   /// two calls if the first awaits no backward any more, and if linked inputs come from the same recorded calls. `busy_variants`:
@@ -144,6 +145,7 @@ class RecordedCalls {
   void learn_backward_modes(std::size_t call);
   const torch::nn::Module* model_;
   c10::Device device_;
+  const Exclusions* exclusions_;
   std::shared_ptr<EagerMemoryEstimate> rest_;
   bool delays_;
   std::vector<std::shared_ptr<RecordedCall>> calls_;

@@ -66,6 +66,9 @@ void make_leaves(SequenceCapture& capture, std::size_t index) {
       live.leaves.push_back(input.tensor.defined() ? input.tensor.detach().requires_grad_(input.requires_grad)
                                                    : input.tensor);
     }
+    if (call.spec.inputs[i].marked) {
+      capture.resources.exclusions->mark(input.tensor);
+    }
     if (input.tensor.defined() && !input.in_pool &&
         (!input.from || capture.sequence.options.retain_graph_in_backward())) {
       capture.resources.exclusions->add_static_input(input.tensor);

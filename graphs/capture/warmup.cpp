@@ -288,6 +288,11 @@ std::vector<CallSizing> warm_up(const std::vector<CallSpec>& specs, const GraphO
     const Site site(Activity::warmup, spec.scope->site);
     std::vector<at::Tensor> inputs = leaves_of(spec, outputs, runtime.device());
     const ModelFlagsGuard flags(spec.state.modules);
+    for (const auto i : c10::irange(inputs.size())) {
+      if (spec.inputs[i].marked) {
+        exclusions.mark(inputs[i]);
+      }
+    }
     watch.enter(spec, inputs, outputs.that_may_be_offloaded(index, options));
     detail::TensorBuffer made;
     const PassHooks hooks(spec.hooks.get(), met);

@@ -27,7 +27,7 @@ EngineState::EngineState(torch::nn::Module& model, Options options, std::shared_
       resources_(model, std::move(options), std::move(runtime)),
       context_(*this),
       calls_(model, resources_.tree, resources_.graphed, CallRules::of(resources_.options.call_options())),
-      recorded_(model, resources_.runtime->device(), resources_.rest,
+      recorded_(model, resources_.runtime->device(), resources_.exclusions, resources_.rest,
                 delays_gradients(resources_.options.graph_options())),
       sequences_(resources_, context_, eager_plan_, counts_),
       budget_(resources_, sequences_),

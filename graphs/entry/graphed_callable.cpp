@@ -314,7 +314,8 @@ std::shared_ptr<CallSet> EngineAccess::make_set(EngineState& state, const std::v
   }
   auto set = std::make_shared<CallSet>(
       callables.size(), options,
-      RecordedCalls(resources.model, state.runtime().device(), resources.rest, /*delays=*/false));
+      RecordedCalls(resources.model, state.runtime().device(), resources.exclusions, resources.rest,
+                    /*delays=*/false));
   if (!options.order().empty()) {
     set->order = std::make_unique<CallableOrder>(
         options.order(), callables, resources.options.call_options().max_captures(), delays_gradients(options));

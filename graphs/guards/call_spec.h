@@ -62,6 +62,7 @@ struct CallInput {
   std::optional<Link> from;             ///< the output of an earlier call
   at::Tensor like;                      ///< recorded, if `from` is set: the same shape and dtype, on the meta device
   bool on_host = false;                 ///< the sample is a copy on the host: see sample_of
+  bool marked = false;                  ///< the recorded output of an earlier call was marked to stay on the device
   bool is_static = false;               ///< earlier graphs read the sample where it is, and new ones may
   bool shared_cast = false;             ///< see has_shared_cast
   std::optional<InputAliases> aliases;  ///< of a call of `ss::call`: the aliases and the strides are guards

@@ -126,6 +126,11 @@ void Exclusions::mark(const at::Tensor& tensor) {
   });
 }
 
+bool Exclusions::is_marked(const at::Tensor& tensor) const {
+  const std::lock_guard lock(mutex_);
+  return marked_.contains(storage_impl_of(tensor));
+}
+
 void Exclusions::add_static_input(const at::Tensor& tensor) {
   if (storage_impl_of(tensor) != nullptr) {
     add_static_input(tensor.storage());

@@ -54,6 +54,7 @@ class Exclusions {
   [[nodiscard]] bool is_parameter(const at::Tensor& tensor) const;
   /// The user's mark_not_offload: for as long as the storage lives.
   void mark(const at::Tensor& tensor);
+  [[nodiscard]] bool is_marked(const at::Tensor& tensor) const;
   /// A tensor that a graph reads and does not make: an input, another graph's static output, or a tensor from elsewhere.
   void add_static_input(const at::Tensor& tensor);
   void add_static_input(const c10::Storage& storage);

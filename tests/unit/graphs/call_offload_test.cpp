@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <optional>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
@@ -60,6 +62,47 @@ TEST_F(CallTest, BudgetsBoundWhatGraphedCallsOffload) {
   const std::int64_t half = offloaded(options().offload_fraction("**", 0.5));
   EXPECT_GT(half, 0);
   EXPECT_LE(half, all / 2);
+}
+
+// The mark was forgotten as soon as the calls replayed.
+TEST_F(CallTest, AnOutputThatIsMarkedBetweenCallsStays) {
+  using Layer = at::Tensor (*)(const at::Tensor&);
+  const Layer doubles = [](const at::Tensor& h) { return h.mul(2); };
+  const Layer tanh = [](const at::Tensor& h) { return h.tanh(); };
+  const Layer square = [](const at::Tensor& h) { return h * h; };
+  const Options options = Options(device_).min_bytes(256).offload("**").lag(1);
+  const auto train = [&](const Options* with, Layer first, bool marks) {
+    torch::nn::Module model;
+    std::optional<OffloadEngine> engine;
+    if (with != nullptr) {
+      engine.emplace(model, *with);
+    }
+    at::Tensor x;
+    for (std::int64_t s = 0; s < 4; ++s) {
+      x = at::linspace(0, 0.1 * static_cast<double>(s), 256, at::kFloat).to(device_).requires_grad_(true);
+      in_step(engine ? &*engine : nullptr, [&] {
+        const at::Tensor marked = call("a", first, x);
+        if (marks && engine) {
+          mark_not_offload(marked);
+        }
+        call("c", square, call("b", square, marked)).sum().backward();
+      });
+    }
+    return std::make_pair(x.grad().cpu(), engine ? engine->report().offloaded_bytes : 0);
+  };
+  for (const Layer first : {doubles, tanh}) {
+    const at::Tensor expected = train(nullptr, first, false).first;
+    for (const bool graphs : {false, true}) {
+      const Options chosen = graphs ? Options(options).graph("*") : options;
+      const auto [gradient, offloaded] = train(&chosen, first, false);
+      const auto [gradient_marked, offloaded_marked] = train(&chosen, first, true);
+      EXPECT_TRUE(at::equal(gradient, expected));
+      EXPECT_TRUE(at::equal(gradient_marked, expected));
+      if (first == doubles) {  // else the mark comes after "a" has saved it
+        EXPECT_EQ(offloaded - offloaded_marked, 1024) << (graphs ? "graphed" : "eager");
+      }
+    }
+  }
 }
 
 // A call whose result its own backward needs, and the next call too: both save it, and the report counts it once.
