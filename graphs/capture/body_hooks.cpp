@@ -49,7 +49,8 @@ void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>
     if (from_outside && has_hooks(node)) {
       throw CaptureError("graphed call \"" + name +
                          "\": it registers a gradient hook on an input or a parameter. In plain training such a hook "
-                         "also gets gradients from outside of the call; register it outside of the call");
+                         "also gets gradients from outside of the call; register it outside of the call, and register the "
+                         "parameter in the engine's model");
     }
     if (!node.retains_grad_hooks().empty()) {
       throw CaptureError("graphed call \"" + name +

@@ -187,6 +187,9 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
   Sandbox sandbox;
   sandbox.hide_gradients(known);
   sandbox.hide_hooks_and_accumulators(known);
+  if (const torch::nn::Module* const model = spec.state.modules.root(); spec.module == nullptr && model != nullptr) {
+    sandbox.hide_hooks_and_accumulators(model->parameters());  // which of them the function reads, this pass finds out
+  }
   const NestedBackwardRefusal no_nested;
   detail::TensorBuffer outputs;
   hooks.before_forward();

@@ -112,6 +112,15 @@ TEST_F(FunctionGuardTest, AReplacedModuleOnTheWayToItsWeightsIsSeenAtOnce) {
   EXPECT_EQ(twins.replays(), 2) << "captured again";
 }
 
+TEST_F(FunctionGuardTest, AHookOfTheTrainerIsNoHookOfTheFunction) {
+  Twins<PartModel> twins{Options(device_).graph("**")};
+  twins.both([](PartModel& model) {
+    model.part(1).fc1->weight.register_hook([](const at::Tensor& gradient) { return gradient * 3; });
+  });
+  twins.expect_plain(0, 4, train());
+  EXPECT_EQ(twins.replays(), 2);
+}
+
 TEST_F(FunctionGuardTest, AReplacedModuleThatHasItsWeightsIsSeenAtOnce) {
   Twins<PartModel> twins(options_);
   twins.expect_plain(0, 3, train());
