@@ -341,6 +341,14 @@ void BudgetPlan::add_to(Report& report) const {
   const auto budget = static_cast<std::int64_t>(*resources_.options.device_budget());
   report.device_budget = budget;
   if (!forecast_) {
+    if (report.step_peak_bytes > budget) {
+      report.notes.push_back("a step took " + mebibytes(report.step_peak_bytes) +
+                             ", more than Options::device_budget (" + mebibytes(budget) + "): " +
+                             (state_ == State::settled
+                                  ? "no plan meets it, so all is offloaded that can be"
+                                  : "there is no plan yet, so all is offloaded that can be. The plan is made when "
+                                    "steps that train repeat without new captures"));
+    }
     return;
   }
   report.forecast_peak_bytes = forecast_->peak;

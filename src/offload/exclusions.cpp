@@ -98,7 +98,7 @@ std::uint64_t Exclusions::registered_bytes() const {
   for (const at::Tensor& parameter : parameters_) {
     for_each_part(parameter, [&](const at::Tensor& part) {
       if (const c10::StorageImpl* const storage = storage_impl_of(part);
-          storage != nullptr && counted.insert(storage).second) {
+          storage != nullptr && storage->device() == device_ && counted.insert(storage).second) {
         bytes += storage->nbytes();
       }
     });
@@ -110,7 +110,7 @@ std::int64_t Exclusions::gradient_bytes() const {
   const std::lock_guard lock(mutex_);
   std::int64_t bytes = 0;
   for (const at::Tensor& parameter : parameters_) {
-    if (parameter.requires_grad() && !parameter.grad().defined()) {
+    if (parameter.device() == device_ && parameter.requires_grad() && !parameter.grad().defined()) {
       for_each_part(parameter, [&](const at::Tensor& part) { bytes += allocated_bytes(part.nbytes()); });
     }
   }

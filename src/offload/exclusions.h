@@ -44,9 +44,9 @@ class Exclusions {
   void set_parameters(std::vector<at::Tensor> parameters_and_buffers);
   /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True if any did.
   bool refresh_parameters();
-  /// Bytes of the storages of registered parameters and buffers.
+  /// Bytes of the storages of registered parameters and buffers, on the device.
   [[nodiscard]] std::uint64_t registered_bytes() const;
-  /// What the gradients will take that registered parameters will have and do not yet.
+  /// What the gradients will take that registered parameters on the device will have and do not yet.
   [[nodiscard]] std::int64_t gradient_bytes() const;
   /// The registered parameters and buffers that lie in `storage`: several if they are parts of one buffer.
   [[nodiscard]] std::vector<at::Tensor> registered_in(const c10::Storage& storage) const;

@@ -263,10 +263,13 @@ TEST_F(BudgetErrorTest, AStepOfWhichNothingCanBeOffloadedIsRefusedIfItIsLarger) 
   }
   const std::size_t all_small = std::size_t{1} << 30;
   OffloadEngine engine(model_, within(weights + 1).min_bytes(all_small));
+  const auto note = [&] { return engine.report().notes.empty() ? std::string() : engine.report().notes.back(); };
   expect_plain(engine, 0, 3);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "there is no plan yet", note());
   clear_gradients(model_);
   EXPECT_THROWS(UsageError, "nothing that its graphs save can be offloaded", (void)engine.step());
   expect_plain(engine, 3, 6);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "no plan meets it", note());
   OffloadEngine roomy(model_, within(std::size_t{64} << 20).min_bytes(all_small));
   expect_plain(roomy, 6, 12);
 }

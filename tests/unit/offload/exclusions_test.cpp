@@ -28,6 +28,18 @@ TEST(Exclusions, ParametersAndTheirViewsByStorage) {
   EXPECT_EQ(exclusions.classify(weight.detach().clone()), Exclusion::none);
 }
 
+TEST(Exclusions, BytesElsewhereAreNoBytesOfTheDevice) {
+  Exclusions exclusions(cpu, 0);
+  const at::Tensor elsewhere = at::empty({64}, c10::Device(c10::DeviceType::Meta)).requires_grad_(true);
+  exclusions.set_parameters({tensor(16).requires_grad_(true)});
+  const std::uint64_t weights = exclusions.registered_bytes();
+  const std::int64_t gradients = exclusions.gradient_bytes();
+  EXPECT_EQ(weights, 64U);
+  exclusions.set_parameters({tensor(16).requires_grad_(true), elsewhere});
+  EXPECT_EQ(exclusions.registered_bytes(), weights);
+  EXPECT_EQ(exclusions.gradient_bytes(), gradients);
+}
+
 TEST(Exclusions, ParameterWhoseStorageIsRelocatedIsNoticed) {
   Exclusions exclusions(cpu, 0);
   const at::Tensor weight = at::randn({8, 8}).requires_grad_(true);
