@@ -96,8 +96,8 @@ std::string refusal_of(const MeasuredStep& step, std::int64_t beside, std::int64
           ? "a step takes " + exact_mebibytes(of_step) +
                 " with all offloaded that can be; set a budget of at least that, or take a smaller batch"
           : "to capture the calls again takes " + exact_mebibytes(of_captures) + ", of which " + mebibytes(beside) +
-                " are live when the step begins; unset gradients before OffloadEngine::step, or set a budget of at "
-                "least " +
+                " are live beside it (gradients, and captures of other shapes); unset gradients before "
+                "OffloadEngine::step, take fewer shapes, or set a budget of at least " +
                 exact_mebibytes(of_captures);
   return "device_budget is " + exact_mebibytes(budget) + ", but " + text + ". The engine goes on with all offloaded";
 }
@@ -173,6 +173,13 @@ void BudgetPlan::step_traced() {
 
 void BudgetPlan::take(MeasuredStep step, Sequences traced) {
   captured_ = sequences_.of_calls();
+  const auto is_there = [&](const GraphSequence* sequence) {
+    return std::find(captured_.begin(), captured_.end(), sequence) != captured_.end();
+  };
+  if (!std::all_of(met_.begin(), met_.end(), is_there)) {  // some were dropped since
+    met_.clear();
+    measured_ = 0;
+  }
   met_.insert(met_.end(), traced.begin(), traced.end());
   if (measured_++ == 0 || step.peak() > step_.peak()) {
     step_ = std::move(step);

@@ -68,7 +68,7 @@ void check_possible(const KeyView& key) {
   }
   std::uint64_t bytes = c10::elementSize(key.dtype);
   const bool overflows = std::any_of(key.sizes.begin(), key.sizes.end(), [&](std::int64_t size) {
-    return c10::mul_overflows(bytes, static_cast<std::uint64_t>(size), &bytes);
+    return c10::mul_overflows(bytes, static_cast<std::uint64_t>(std::max<std::int64_t>(size, 1)), &bytes);  // strides
   });
   if (overflows || bytes > std::numeric_limits<std::int64_t>::max()) {
     refuse(": its bytes are too many for a 64-bit number; use smaller sizes");

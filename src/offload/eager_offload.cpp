@@ -83,7 +83,9 @@ void EagerOffload::set_window(const CopyWindow& window) {
 void EagerOffload::begin_step() {
   const std::lock_guard lock(mutex_);
   order_.begin();
-  step_streams_.clear();
+  if (dropped_.empty()) {  // else its streams are joined at the end of this step
+    step_streams_.clear();
+  }
   used_ready_ = 0;
   (void)end_sizing_step();
   const auto is_gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };

@@ -68,6 +68,7 @@ TEST_P(TensorPoolTest, WhatNoTensorCanBeIsRefusedAndLeavesNoEntry) {
                 pool.plan({large, large}, at::kFloat, 1));
   EXPECT_THROWS(UsageError, "its bytes are too many", (void)pool.allocate({large, large, 4}, at::kByte));
   EXPECT_THROWS(UsageError, "its bytes are too many", (void)pool.allocate({large, large, 2}, at::kByte));
+  EXPECT_THROWS(UsageError, "its bytes are too many", (void)pool.allocate({0, large, large, 4}, at::kByte));
   EXPECT_THROWS(UsageError, "each size must be 0 or more", pool.plan({4, -4}, at::kFloat, 1));
   EXPECT_THROWS(UsageError, "name a dtype", pool.plan({4}, at::ScalarType::Undefined, 1));
   EXPECT_THROWS(UsageError, "plan() of -1 tensors of shape [4] and dtype Float; the count must be 0 or more",
