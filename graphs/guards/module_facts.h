@@ -13,7 +13,8 @@
 namespace sidestream {
 
 /// A tree of modules at one moment: which modules, parameters and buffers are registered where, their flags and options, and how the
-/// tensors lie in memory. Holds all of them, so that no address can be used again by another.
+/// tensors lie in memory. Holds all of the modules, and the tensors if it is made with them, so that none of their addresses can be used
+/// again by another.
 ///
 /// Threads: one at a time. Comparing allocates nothing.
 class ModuleFacts {

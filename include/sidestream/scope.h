@@ -17,7 +17,7 @@ struct Group;
 /// at the end of the scope.
 ///
 /// The group's full name begins with the names of the call and the scopes around it. Scopes nest and may be empty; a tensor belongs to the
-/// innermost scope. `name` must outlive the scope (a literal does). Without an active step on this thread the scope does nothing.
+/// innermost scope. `name` must outlive the object (a literal does). Without an active step on this thread the scope does nothing.
 /// Ordering: the copy waits for the work queued on the current stream so far.  Capture: legal.
 /// Threads: scopes begin and end on one thread, in reverse order, before the step ends.
 /// Throws: UsageError for an empty name or one with a dot. The failure of an earlier scope's destructor.

@@ -151,7 +151,7 @@ EagerOffload::Slot& EagerOffload::next_slot() {
   if (used_slots_ == slots_.size()) {
     slots_.emplace_back();
   }
-  Slot& slot = slots_[used_slots_++];
+  Slot& slot = slots_[used_slots_];
   slot.storages.clear();
   slot.sources.clear();
   slot.savers.clear();
@@ -159,6 +159,7 @@ EagerOffload::Slot& EagerOffload::next_slot() {
   slot.state = Slot::State::here;
   slot.used = false;
   set_in_flight(slot, 0);
+  ++used_slots_;
   return slot;
 }
 
@@ -180,15 +181,21 @@ void EagerOffload::group_ended(Group& group) {
   slot.chunk = mover_->trace().chunk();
   group.slot = static_cast<std::uint32_t>(used_slots_);
   GroupBytes bytes;
-  for (const auto& weak : group.storages) {  // what gets no pinned memory is used all the same
-    const auto saved = weak.lock();
-    if (saved != nullptr && (group.needed_immediately || saved->to_offload)) {
-      slot.storages.push_back(saved);
-      saved->slot = group.slot;
-      bytes.held += group.needed_immediately && !saved->to_offload ? saved->bytes : 0;
+  try {
+    for (const auto& weak : group.storages) {  // what gets no pinned memory is used all the same
+      const auto saved = weak.lock();
+      if (saved != nullptr && (group.needed_immediately || saved->to_offload)) {
+        slot.storages.push_back(saved);
+        saved->slot = group.slot;
+        bytes.held += group.needed_immediately && !saved->to_offload ? saved->bytes : 0;
+      }
     }
+    mover_->lease(group, slot.sources);
+  } catch (...) {
+    give_up(slot);
+    group.slot = 0;
+    throw;
   }
-  mover_->lease(group, slot.sources);
   for (const auto& saved : slot.sources) {
     bytes.offloaded += saved->bytes;
   }
@@ -202,6 +209,21 @@ void EagerOffload::group_ended(Group& group) {
   trail(slot, bytes.held);
   look();
   reload_due();
+}
+
+void EagerOffload::give_up(Slot& slot) {
+  for (const auto& saved : slot.sources) {
+    saved->lease.reset();
+    saved->to_offload = false;
+  }
+  for (const auto& weak : slot.storages) {
+    if (const auto saved = weak.lock()) {
+      saved->slot = 0;
+    }
+  }
+  slot.sources.clear();
+  slot.storages.clear();
+  --used_slots_;
 }
 
 void EagerOffload::send(Slot& slot) {

@@ -154,6 +154,8 @@ class EagerOffload : public StorageMover {
   void prefetch_before(std::size_t limit);
   void await_arrival(Slot& slot, c10::Stream stream);
   Slot& next_slot();
+  /// The latest slot is of no group: its storages stay on the device.
+  void give_up(Slot& slot);
   /// Of what has such a mark; null for none.
   [[nodiscard]] Slot* slot_of(std::uint32_t mark);
 
