@@ -39,18 +39,16 @@ bool has_hooks_of_body(const detail::TensorBuffer& outputs) {
 }
 
 void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>& arguments,
-                          const detail::TensorBuffer& outputs) {
+                          const std::vector<at::Tensor>& hidden, const detail::TensorBuffer& outputs) {
   // An argument may be no leaf, as in plain training.
   const std::vector<Node*> makers = makers_of(arguments);
   const std::unordered_set<const Node*> given(makers.begin(), makers.end());
   walk_autograd(makers_of(outputs), [&](Node& node) {
-    const bool from_outside =
-        dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) != nullptr || given.contains(&node);
-    if (from_outside && has_hooks(node)) {
+    const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node);
+    if ((given.contains(&node) || (leaf != nullptr && holds(hidden, leaf->variable))) && has_hooks(node)) {
       throw CaptureError("graphed call \"" + name +
                          "\": it registers a gradient hook on an input or a parameter. In plain training such a hook "
-                         "also gets gradients from outside of the call; register it outside of the call, and register the "
-                         "parameter in the engine's model");
+                         "also gets gradients from outside of the call; register it outside of the call");
     }
     if (!node.retains_grad_hooks().empty()) {
       throw CaptureError("graphed call \"" + name +

@@ -22,10 +22,10 @@ namespace sidestream {
 
 /// Refuses two kinds of hooks. In plain training a hook on an input or a parameter also gets the gradients that code outside of the
 /// call adds. retain_grad gives a tensor a `.grad` that no replay writes.
-/// `arguments`: as the body got them.
+/// `arguments`: as the body got them. `hidden`: leaves whose earlier hooks are hidden. Hooks of other leaves may be the program's.
 /// Throws: CaptureError for both.
 void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>& arguments,
-                          const detail::TensorBuffer& outputs);
+                          const std::vector<at::Tensor>& hidden, const detail::TensorBuffer& outputs);
 
 // Note [Gradients through tensors that a body keeps]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

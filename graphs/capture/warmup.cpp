@@ -186,10 +186,13 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
   const std::vector<at::Tensor> known = wanted();
   Sandbox sandbox;
   sandbox.hide_gradients(known);
-  sandbox.hide_hooks_and_accumulators(known);
+  std::vector<at::Tensor> hidden = known;
   if (const torch::nn::Module* const model = spec.state.modules.root(); spec.module == nullptr && model != nullptr) {
-    sandbox.hide_hooks_and_accumulators(model->parameters());  // which of them the function reads, this pass finds out
+    const std::vector<at::Tensor> parameters =
+        model->parameters();  // which of them a function reads, this pass finds out
+    hidden.insert(hidden.end(), parameters.begin(), parameters.end());
   }
+  sandbox.hide_hooks_and_accumulators(hidden);
   const NestedBackwardRefusal no_nested;
   detail::TensorBuffer outputs;
   hooks.before_forward();
@@ -207,7 +210,7 @@ detail::TensorBuffer eager_pass(const CallSpec& spec, const std::vector<at::Tens
                          "not do that. Set it before the call, or on input.detach()");
     }
     refuse_composite_outputs("graphed call \"" + spec.name + "\"", outputs);
-    refuse_hooks_of_body(spec.name, arguments, outputs);
+    refuse_hooks_of_body(spec.name, arguments, hidden, outputs);
   }
   if (clock) {
     clock->forward_ended();

@@ -112,13 +112,36 @@ TEST_F(FunctionGuardTest, AReplacedModuleOnTheWayToItsWeightsIsSeenAtOnce) {
   EXPECT_EQ(twins.replays(), 2) << "captured again";
 }
 
-TEST_F(FunctionGuardTest, AHookOfTheTrainerIsNoHookOfTheFunction) {
-  Twins<PartModel> twins{Options(device_).graph("**")};
-  twins.both([](PartModel& model) {
-    model.part(1).fc1->weight.register_hook([](const at::Tensor& gradient) { return gradient * 3; });
-  });
-  twins.expect_plain(0, 4, train());
-  EXPECT_EQ(twins.replays(), 2);
+/// Reads the weights of a layer that another module has registered.
+class Borrower : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& h) { return lender->forward(h).tanh(); }
+  std::shared_ptr<torch::nn::LinearImpl> lender;
+};
+
+class LendingModel : public torch::nn::Module {
+ public:
+  LendingModel() {
+    torch::manual_seed(29);
+    layer = register_module("layer", torch::nn::Linear(8, 8));
+    borrower->lender = layer.ptr();
+    layer->weight.register_hook([](const at::Tensor& gradient) { return gradient * 3; });
+  }
+  torch::nn::Linear layer{nullptr};
+  std::shared_ptr<Borrower> borrower = register_module("borrower", std::make_shared<Borrower>());
+};
+
+TEST_F(FunctionGuardTest, AHookOfTheTrainerIsNoHookOfTheCallThatReadsItsWeight) {
+  for (const bool by_function : {true, false}) {
+    Twins<LendingModel> twins{Options(device_).graph("**")};
+    twins.expect_plain(0, 4, [&](LendingModel& model, std::int64_t s) {
+      const at::Tensor y =
+          by_function ? call("layer", owning([m = &model](const at::Tensor& h) { return m->layer(h).tanh(); }), rows(s))
+                      : call(model.borrower, rows(s));
+      y.square().mean().backward();
+    });
+    EXPECT_EQ(twins.replays(), 2);
+  }
 }
 
 TEST_F(FunctionGuardTest, AReplacedModuleThatHasItsWeightsIsSeenAtOnce) {
