@@ -279,6 +279,24 @@ void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used) 
   }
 }
 
+Streams streams_that_add(const std::vector<CallParameter>& parameters, c10::Stream current) {
+  Streams streams;
+  if (current == c10::impl::getDeviceGuardImpl(current.device_type())->getDefaultStream(current.device())) {
+    return streams;
+  }
+  for (const CallParameter& parameter : parameters) {
+    if (parameter.policy != GradientPolicy::accumulated) {
+      continue;
+    }
+    if (const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter.tensor); node != nullptr) {
+      if (const auto stream = node->stream(); stream && *stream != current) {
+        add_stream(streams, *stream);
+      }
+    }
+  }
+  return streams;
+}
+
 void give_memory(CallParameter& parameter) {
   if (!StorageView::supported(parameter.grad)) {
     return;  // sparse: is cloned

@@ -15,6 +15,7 @@
 #include "graphs/outputs/output_storage.h"
 #include "graphs/outputs/static_tensors.h"
 #include "memory/storage_view.h"
+#include "offload/saved_storage.h"
 #include "sidestream/detail/module_forward.h"
 #include "sidestream/graph_options.h"
 
@@ -121,6 +122,10 @@ void check_owned_grads(const std::string& name, const std::vector<CallParameter>
 /// Attaches the gradients that the graph adds into, for parameters that an output in `used` leads to. If a parameter has no `.grad`, the
 /// gradient is zeroed and attached. If autograd has since put a `.grad` there, and no other code holds it, its values are taken.
 void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used);
+
+/// The streams, other than `current`, on which autograd adds into the `.grad` that graphs own: it runs there what adds the gradients of
+/// eager readers. On the device's default stream autograd adds too, so that nothing is looked for if `current` is that one.
+[[nodiscard]] Streams streams_that_add(const std::vector<CallParameter>& parameters, c10::Stream current);
 
 /// For its lifetime, adds the gradient that a backward pass computes for a leaf into that leaf's target as soon as the gradient is
 /// complete, and frees it. The caller of torch::autograd::grad gets no gradient for the leaf. So only one gradient is in memory at a

@@ -108,10 +108,21 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
                     : grad.direct                    ? grad.made
                                                      : at::empty_like(grad.made));
   });
+  const auto order = [&](c10::Stream earlier, c10::Stream later) {
+    runtime_->record(streams_.mark(), earlier);
+    runtime_->wait(later, streams_.mark());
+  };
+  const Streams adding = call.accumulates ? streams_that_add(call.parameters, runtime_->current_stream()) : Streams();
+  for (const c10::Stream stream : adding) {
+    order(stream, runtime_->current_stream());
+  }
   if (call.accumulates && !call.replay.grads_in_place) {
     attach_owned_grads(call.parameters, used);
   }
   launch_backward(index);
+  for (const c10::Stream stream : adding) {
+    order(runtime_->current_stream(), stream);
+  }
   delay_weights(index, used);
   settle_pending(index);
   unused_outputs_ += unused;

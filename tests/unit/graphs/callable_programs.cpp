@@ -100,6 +100,38 @@ class Passes final : public Stack {
   StackForm form_;
 };
 
+/// Graphs on one stream add into the `.grad` into which autograd adds the gradients of an eager reader, on another.
+class BesideAnEagerReader final : public Stack {
+ public:
+  explicit BesideAnEagerReader(const Runtimes& runtimes) : Stack(runtimes, kLayers, false), streams_(runtime()) {
+    capture(GraphOptions().gradients("**", GradientPolicy::accumulated));
+  }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    clear_gradients();
+    at::Tensor eager;
+    {
+      const c10::StreamGuard on_b(streams_.b());
+      for (const at::Tensor& parameter : model_->parameters()) {
+        const at::Tensor sum = parameter.square().sum();
+        eager = eager.defined() ? eager + sum : sum;
+      }
+    }
+    const c10::StreamGuard on_a(streams_.a());
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    const at::Tensor loss = run(0, kLayers, x).sum();
+    streams_.order(streams_.b(), streams_.a());
+    (loss + eager).backward();
+    std::vector<at::Tensor> results{x.grad()};
+    add_gradients(results);
+    streams_.order(streams_.a(), streams_.b());
+    return results;
+  }
+
+ private:
+  static constexpr std::size_t kLayers = 3;
+  StreamPair streams_;
+};
+
 /// Each call is given its stream, the caller's current one by turns, and an event; a further stream reads an output that it waits for
 /// by that event alone.
 class GivenStream final : public Stack {
@@ -465,6 +497,7 @@ std::vector<NamedProgram> callable_programs() {
                                                        (skip.all_ahead ? "_ahead" : ""),
                                                    skip));
   }
+  result.push_back(named_program<BesideAnEagerReader>("beside_an_eager_reader"));
   result.push_back(named_program<GivenStream>("given_stream"));
   result.push_back(named_program<DelayedWeightGradients>("delayed_weights", false));
   result.push_back(named_program<DelayedWeightGradients>("delayed_weights_dropped", true));
