@@ -99,7 +99,6 @@ void HostArena::forget_uses() noexcept {
   for (Slab& slab : state_->slabs) {
     for (Slot& slot : slab.slots) {
       slot.last_copy.reset();
-      slot.last_copies_done.reset();
     }
   }
 }
@@ -110,11 +109,6 @@ bool HostArena::holds(const void* at, std::size_t bytes) const noexcept {
   return std::any_of(state_->slabs.begin(), state_->slabs.end(), [&](const Slab& slab) {
     return first >= slab.memory.data() && first + bytes <= slab.memory.data() + slab.memory.bytes();
   });
-}
-
-bool HostArena::sealed() const noexcept {
-  const std::lock_guard lock(state_->mutex);
-  return state_->sealed;
 }
 
 HostArena::Lease HostArena::lease(std::size_t bytes, Missing missing) {
@@ -137,7 +131,6 @@ HostArena::Lease HostArena::lease(std::size_t bytes, Missing missing) {
   }
   state_->stats.live_leases += 1;
   state_->stats.leased += bytes;
-  state_->stats.leased_peak = std::max(state_->stats.leased_peak, state_->stats.leased);
   return Lease(state_, slot, slot->data, bytes);
 }
 
@@ -185,28 +178,10 @@ void HostArena::Lease::wait_before_use(c10::Stream stream) const {
   if (slot_->last_copy) {
     state_->runtime.wait(stream, *slot_->last_copy);
   }
-  if (slot_->last_copies_done) {
-    state_->runtime.wait(stream, *slot_->last_copies_done);
-  }
-}
-
-void HostArena::Lease::record_last_use(c10::Stream stream) {
-  if (!slot_->own) {
-    slot_->own = std::make_shared<Event>(state_->runtime.create_event());
-  }
-  state_->runtime.record(*slot_->own, stream);
-  slot_->last_copy = slot_->own;
-  slot_->last_copies_done.reset();
 }
 
 void HostArena::Lease::record_last_use(std::shared_ptr<const Event> event) noexcept {
   slot_->last_copy = std::move(event);
-  slot_->last_copies_done.reset();
-}
-
-void HostArena::Lease::record_last_use(std::shared_ptr<const ExternalEvent> copies_done) noexcept {
-  slot_->last_copies_done = std::move(copies_done);
-  slot_->last_copy.reset();
 }
 
 }  // namespace sidestream

@@ -19,7 +19,6 @@ struct HostArenaStats {
   std::size_t pinned =
       0;  ///< page-locked bytes held, alignment gaps included; of all that share the cap never above it
   std::size_t leased = 0;  ///< bytes leased now
-  std::size_t leased_peak = 0;
   std::size_t slabs = 0;
   std::size_t live_leases = 0;
   std::size_t refusals = 0;                ///< leases refused for want of room
@@ -58,18 +57,11 @@ class HostArena {
 
     /// Makes `stream` wait for the copy that last touched this slot, under this or an earlier lease. A no-op on a new slot. Call before
     /// each write of the slot.
-    /// Capture: illegal. For a captured group, call it on a stream that precedes the launch (or once before the
-    /// capture, on the capture stream).
-    /// Throws: as Runtime::wait.
+    /// Capture: illegal. Throws: as Runtime::wait.
     void wait_before_use(c10::Stream stream) const;
 
-    /// Notes that the copies queued on `stream` so far touch the slot: records the slot's own event. No allocation after
-    /// the slot's first use. Capture: illegal (give the graph's copies-done event instead).
-    void record_last_use(c10::Stream stream);
-    /// The same with an event that the caller records after the copy (one for a whole group); shared, not copied.
+    /// Notes that a copy touches the slot. The caller records `event` after the copy. One event may serve a whole group.
     void record_last_use(std::shared_ptr<const Event> event) noexcept;
-    /// The same for a captured copy: the copies-done event that each launch of the graph records.
-    void record_last_use(std::shared_ptr<const ExternalEvent> copies_done) noexcept;
 
    private:
     friend class HostArena;
@@ -113,7 +105,6 @@ class HostArena {
   void seal() noexcept;
   /// The opposite, until the next `seal` or `prepare`: sizes are not known yet.
   void open() noexcept;
-  [[nodiscard]] bool sealed() const noexcept;
 
   /// Forgets all uses noted so far: neither the next lessee nor the arena's end waits for them. Those copies were captured, and the owner
   /// of their graph waits for the graph before it releases the arena.

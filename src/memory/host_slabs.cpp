@@ -23,31 +23,16 @@ void HostArena::State::wait_for_copies(const std::function<bool(const Slab&)>& o
       return;
     }
     const Event* waited = nullptr;
-    bool copies_done = false;
-    const auto for_each_slot = [&](const auto& visit) {
-      for (const Slab& slab : slabs) {
-        if (of(slab)) {
-          std::for_each(slab.slots.begin(), slab.slots.end(), visit);
+    for (const Slab& slab : slabs) {
+      if (!of(slab)) {
+        continue;
+      }
+      for (const Slot& slot : slab.slots) {
+        if (slot.last_copy && slot.last_copy.get() != waited) {
+          waited = slot.last_copy.get();
+          runtime.synchronize(*waited);
         }
       }
-    };
-    for_each_slot([&](const Slot& slot) {
-      if (slot.last_copy && slot.last_copy.get() != waited) {
-        waited = slot.last_copy.get();
-        runtime.synchronize(*waited);
-      }
-      copies_done = copies_done || slot.last_copies_done != nullptr;
-    });
-    if (copies_done) {
-      const OwnedStream stream = runtime.create_stream();
-      const ExternalEvent* joined = nullptr;
-      for_each_slot([&](const Slot& slot) {
-        if (slot.last_copies_done && slot.last_copies_done.get() != joined) {
-          joined = slot.last_copies_done.get();
-          runtime.wait(stream, *joined);
-        }
-      });
-      runtime.synchronize(stream);
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "sidestream: the host arena frees its memory without waiting for the last copies: %s\n",

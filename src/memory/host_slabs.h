@@ -24,11 +24,8 @@ struct HostArena::Slot {
 
   std::byte* data = nullptr;
   Slab* slab = nullptr;
-  // At most one of the two is set: what the next lessee waits for.
-  std::shared_ptr<const Event> last_copy;
-  std::shared_ptr<const ExternalEvent> last_copies_done;
-  std::shared_ptr<Event> own;
-  Free::node_type place;  // while it is leased, so that neither a lease nor its end allocates
+  std::shared_ptr<const Event> last_copy;  // the next lessee waits for it
+  Free::node_type place;                   // while it is leased, so that neither a lease nor its end allocates
 };
 
 /// Memory pinned at once, and the slots that it is cut into.

@@ -147,15 +147,6 @@ void CheckedRuntime::synchronize_device() {
   note(JournalKind::host_waits_device, key_of(inner().current_stream()), nullptr, "synchronize_device");
 }
 
-bool CheckedRuntime::idle(c10::Stream stream) {
-  const bool idle = inner().idle(stream);
-  if (idle) {
-    const std::lock_guard lock(mutex_);
-    note(JournalKind::host_waits_stream, key_of(stream), nullptr, "idle");
-  }
-  return idle;
-}
-
 Event CheckedRuntime::create_event(EventTiming timing) {
   Event event = inner().create_event(timing);
   const std::lock_guard lock(mutex_);
@@ -186,7 +177,11 @@ void CheckedRuntime::note_record(const void* event, StreamKey stream) {
 }
 
 void CheckedRuntime::note_wait(StreamKey stream, const void* event) {
-  if (Captured* capture = capture_that_recorded(event); capture != nullptr && capture_of(stream) == nullptr) {
+  Captured* const capture = capture_that_recorded(event);
+  if (capture == nullptr && !events_.contains(event)) {
+    return;  // others recorded the event before this journal began (DrawOrder's): it is no missing record
+  }
+  if (capture != nullptr && capture_of(stream) == nullptr) {
     capture->streams.push_back(stream);  // forked
   }
   note(JournalKind::wait, stream, event, "wait");
@@ -201,19 +196,7 @@ void CheckedRuntime::record(const Event& event, c10::Stream stream) {
 void CheckedRuntime::wait(c10::Stream stream, const Event& event) {
   inner().wait(stream, event);
   const std::lock_guard lock(mutex_);
-  // An event that others recorded before this journal began (DrawOrder's) is no missing record.
-  if (events_.contains(event.native()) || capture_that_recorded(event.native()) != nullptr) {
-    note_wait(key_of(stream), event.native());
-  }
-}
-
-bool CheckedRuntime::query(const Event& event) {
-  const bool done = inner().query(event);
-  if (done) {
-    const std::lock_guard lock(mutex_);
-    note(JournalKind::host_waits_event, key_of(inner().current_stream()), event.native(), "query");
-  }
-  return done;
+  note_wait(key_of(stream), event.native());
 }
 
 void CheckedRuntime::synchronize(const Event& event) {

@@ -45,11 +45,9 @@ class CheckedRuntime final : public ForwardingRuntime {
 
   void synchronize(c10::Stream stream) override;
   void synchronize_device() override;
-  [[nodiscard]] bool idle(c10::Stream stream) override;
   [[nodiscard]] Event create_event(EventTiming timing) override;
   void record(const Event& event, c10::Stream stream) override;
   void wait(c10::Stream stream, const Event& event) override;
-  [[nodiscard]] bool query(const Event& event) override;
   void synchronize(const Event& event) override;
   [[nodiscard]] ExternalEvent create_external_event() override;
   void record(const ExternalEvent& event, c10::Stream stream) override;

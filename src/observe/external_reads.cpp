@@ -40,10 +40,8 @@ bool share_memory(const at::Tensor& a, const at::Tensor& b) {
 void ExternalReads::add(c10::Storage storage, bool written, c10::ArrayRef<ByteRange> parts) {
   const auto [at, is_new] = index_.try_emplace(storage.unsafeGetStorageImpl(), externals_.size());
   if (is_new) {
-    // Not by data(), which throws for a storage that was released.
-    const void* const data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
     const std::size_t bytes = storage.nbytes();
-    externals_.push_back(ExternalStorage{std::move(storage), data, bytes, written, {}});
+    externals_.push_back(ExternalStorage{std::move(storage), bytes, written, {}});
   } else if (written) {
     externals_[at->second].written = true;
   }
@@ -130,13 +128,6 @@ std::vector<ExternalStorage> ExternalReads::take() {
 const ExternalStorage* ExternalReads::find(const c10::StorageImpl* storage) const noexcept {
   const auto at = index_.find(storage);
   return at == index_.end() ? nullptr : &externals_[at->second];
-}
-
-void ExternalReads::clear() noexcept {
-  externals_.clear();
-  index_.clear();
-  pending_.clear();
-  made_.clear();
 }
 
 }  // namespace sidestream

@@ -30,8 +30,7 @@ struct ByteRange {
 
 /// A storage that was touched inside an observed region and not made there.
 struct ExternalStorage {
-  c10::Storage storage;        ///< keeps it alive
-  const void* data = nullptr;  ///< its address when first seen: what a capture bakes in
+  c10::Storage storage;  ///< keeps it alive
   std::size_t bytes = 0;
   bool written = false;
   c10::SmallVector<ByteRange, 1> parts;  ///< what of it was touched
@@ -57,7 +56,6 @@ class ExternalReads {
   [[nodiscard]] const ExternalStorage* find(const c10::StorageImpl* storage) const noexcept;
   /// The externals so far, which are forgotten; what was made stays known.
   [[nodiscard]] std::vector<ExternalStorage> take();
-  void clear() noexcept;
 
  private:
   // Seen inside an operator that has not ended; may still turn out to be that operator's own.

@@ -13,12 +13,9 @@ void ExternalSynchronisation::recorded(const void* event, StreamKey stream) {
   runtime_.note_record(event, stream);
 }
 
-// An event that was recorded before the journal began is no missing record.
 void ExternalSynchronisation::waited(StreamKey stream, const void* event) {
   const std::lock_guard lock(runtime_.mutex_);
-  if (runtime_.events_.contains(event) || runtime_.capture_that_recorded(event) != nullptr) {
-    runtime_.note_wait(stream, event);
-  }
+  runtime_.note_wait(stream, event);
 }
 
 void ExternalSynchronisation::host_saw_event(const void* event) {

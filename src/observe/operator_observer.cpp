@@ -62,9 +62,14 @@ void append_tensors(const c10::IValue& value, TensorList& out) {
   }
 }
 
+thread_local bool observing = false;
+thread_local int depth = 0;  // of reported operators that have begun and not ended
+
 struct OperatorRecord final : at::ObserverContext {
-  [[nodiscard]] const at::Generator* given_generator() const noexcept {
-    return own_generator.defined() ? &own_generator : nullptr;
+  /// `outputs`: none before the operator has run.
+  [[nodiscard]] OperatorAccess access(const char* name, c10::ArrayRef<at::Tensor> outputs) const {
+    return {name,         reads,      writes, outputs, depth > 0,
+            non_blocking, only_shape, stream, random,  own_generator.defined() ? &own_generator : nullptr};
   }
 
   TensorList reads;
@@ -75,9 +80,6 @@ struct OperatorRecord final : at::ObserverContext {
   at::Generator own_generator;
   std::optional<c10::Stream> stream;
 };
-
-thread_local bool observing = false;
-thread_local int depth = 0;  // of reported operators that have begun and not ended
 
 }  // namespace
 
@@ -194,16 +196,7 @@ void OperatorObserverGuard::State::tell(Observe State::*listener, const Operator
 
 void OperatorObserverGuard::State::began(const at::RecordFunction& function, OperatorRecord& record) {
   read_arguments(function, record);
-  tell(&State::before, OperatorAccess{function.name(),
-                                      record.reads,
-                                      record.writes,
-                                      {},
-                                      depth > 0,
-                                      record.non_blocking,
-                                      record.only_shape,
-                                      record.stream,
-                                      record.random,
-                                      record.given_generator()});
+  tell(&State::before, record.access(function.name(), {}));
 }
 
 void OperatorObserverGuard::State::ended(const at::RecordFunction& function, const OperatorRecord& record) {
@@ -211,9 +204,7 @@ void OperatorObserverGuard::State::ended(const at::RecordFunction& function, con
   for (const c10::IValue& output : function.outputs()) {
     append_tensors(output, outputs);
   }
-  tell(&State::observe,
-       OperatorAccess{function.name(), record.reads, record.writes, outputs, depth > 0, record.non_blocking,
-                      record.only_shape, record.stream, record.random, record.given_generator()});
+  tell(&State::observe, record.access(function.name(), outputs));
 }
 
 namespace {

@@ -88,10 +88,8 @@ void EagerOffload::begin_step() {
   }
   used_ready_ = 0;
   (void)end_sizing_step();
-  const auto is_gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
   // If a backward of an earlier step is pending, its slots keep their places.
-  while (used_slots_ > 0 &&
-         std::all_of(slots_[used_slots_ - 1].storages.begin(), slots_[used_slots_ - 1].storages.end(), is_gone)) {
+  while (used_slots_ > 0 && slots_[used_slots_ - 1].is_gone()) {
     --used_slots_;
   }
   first_slot_ = used_slots_;
@@ -308,8 +306,7 @@ void EagerOffload::end_step() {
   dropped_.clear();
   for (std::size_t i = first_slot_; i < used_slots_; ++i) {
     Slot& slot = slots_[i];
-    const auto gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
-    if (std::all_of(slot.storages.begin(), slot.storages.end(), gone)) {  // was reloaded and never used
+    if (slot.is_gone()) {  // was reloaded and never used
       set_in_flight(slot, 0);
     }
   }

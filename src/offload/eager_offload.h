@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -113,6 +114,10 @@ class EagerOffload : public StorageMover {
     State state = State::here;
     bool used = false;           ///< backward has reached it
     std::int64_t in_flight = 0;  ///< bytes of it that are on the device, on their way
+
+    [[nodiscard]] bool is_gone() const noexcept {
+      return std::all_of(storages.begin(), storages.end(), [](const auto& saved) { return saved.expired(); });
+    }
   };
   /// A group that ended and whose sources are not freed.
   struct Trailing {

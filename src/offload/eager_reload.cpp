@@ -128,8 +128,7 @@ void EagerOffload::prefetch_before(std::size_t limit) {
   // One group ahead: backward needs next the group that was offloaded last and is not reloaded yet.
   while (limit-- > 0) {
     Slot& slot = slots_[limit];
-    const auto gone = [](const std::weak_ptr<SavedStorage>& weak) { return weak.expired(); };
-    if (slot.used || slot.state == Slot::State::here || std::all_of(slot.storages.begin(), slot.storages.end(), gone)) {
+    if (slot.used || slot.state == Slot::State::here || slot.is_gone()) {
       continue;
     }
     if (slot.state == Slot::State::away) {

@@ -1,7 +1,9 @@
 #include "runtime/draw_order.h"
 
 #include <cstdio>
-#include <deque>
+#include <exception>
+
+#include "runtime/each_device.h"
 
 namespace sidestream {
 
@@ -9,16 +11,7 @@ DrawOrder::DrawOrder(c10::Device device)
     : device_(device), owner_(make_runtime(device)), latest_(owner_->create_event()) {}
 
 DrawOrder& DrawOrder::of(c10::Device device) {
-  static auto* const mutex = new std::mutex();
-  static auto* const all = new std::deque<DrawOrder*>();
-  const std::lock_guard lock(*mutex);
-  for (DrawOrder* const order : *all) {
-    if (order->device_ == device) {
-      return *order;
-    }
-  }
-  all->push_back(new DrawOrder(device));
-  return *all->back();
+  return of_device<DrawOrder>(device, [device] { return new DrawOrder(device); });
 }
 
 void DrawOrder::wait(Runtime& runtime, c10::Stream stream) const {

@@ -20,11 +20,9 @@ class ForwardingRuntime : public Runtime {
   [[nodiscard]] OwnedStream create_stream() override { return inner_->create_stream(); }
   void synchronize(c10::Stream stream) override { inner_->synchronize(stream); }
   void synchronize_device() override { inner_->synchronize_device(); }
-  [[nodiscard]] bool idle(c10::Stream stream) override { return inner_->idle(stream); }
   [[nodiscard]] Event create_event(EventTiming timing) override { return inner_->create_event(timing); }
   void record(const Event& event, c10::Stream stream) override { inner_->record(event, stream); }
   void wait(c10::Stream stream, const Event& event) override { inner_->wait(stream, event); }
-  [[nodiscard]] bool query(const Event& event) override { return inner_->query(event); }
   void synchronize(const Event& event) override { inner_->synchronize(event); }
   [[nodiscard]] bool keeps_time() const noexcept override { return inner_->keeps_time(); }
   [[nodiscard]] double elapsed_ms(const Event& begin, const Event& end) override {

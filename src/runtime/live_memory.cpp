@@ -1,20 +1,14 @@
 #include "runtime/live_memory.h"
 
 #include <algorithm>
-#include <map>
 #include <utility>
+
+#include "runtime/each_device.h"
 
 namespace sidestream {
 
 LiveMemory& LiveMemory::of(c10::Device device) {
-  static auto* const mutex = new std::mutex();
-  static auto* const all = new std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, LiveMemory*>();
-  const std::lock_guard lock(*mutex);
-  LiveMemory*& memory = (*all)[{device.type(), device.index()}];
-  if (memory == nullptr) {
-    memory = new LiveMemory();
-  }
-  return *memory;
+  return of_device<LiveMemory>(device, [] { return new LiveMemory(); });
 }
 
 void LiveMemory::add(const Change& by) noexcept {

@@ -87,8 +87,6 @@ class SIDESTREAM_API Runtime {
   /// Blocks the host until the device is idle. Capture: illegal while the calling thread captures; where another thread has the
   /// device's CaptureTurn, waits for its end first (it would invalidate that capture). Throws: as CaptureTurn.
   virtual void synchronize_device() = 0;
-  /// True if `stream` has no unfinished work. Capture: illegal while the calling thread captures, whatever the stream.
-  [[nodiscard]] virtual bool idle(c10::Stream stream) = 0;
 
   // --- events --------------------------------------------------------------------------------------------------
 
@@ -99,8 +97,6 @@ class SIDESTREAM_API Runtime {
   /// device journals it and throws in strict mode. Capture: legal for an event recorded in the same capture (a `stream` that
   /// was not capturing then joins it); an event from outside it is an isolation error.
   virtual void wait(c10::Stream stream, const Event& event) = 0;
-  /// True if the marked work is done. Capture: illegal while the calling thread captures.
-  [[nodiscard]] virtual bool query(const Event& event) = 0;
   virtual void synchronize(const Event& event) = 0;
   /// True if timing events, and how long copies take, tell of a device's own clock and link.
   [[nodiscard]] virtual bool keeps_time() const noexcept { return false; }

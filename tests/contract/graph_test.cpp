@@ -218,10 +218,10 @@ TEST_P(ExternalEventContract, ItReleasesTheMainStreamBeforeTheCopy) {
   runtime().record(released, runtime().current_stream());
   runtime().synchronize(released);
   if (copies_are_late()) {
-    EXPECT_FALSE(runtime().idle(side())) << "the copy was waited for";
+    EXPECT_FALSE(side().query()) << "the copy was waited for";
   }
   runtime().synchronize(side());
-  EXPECT_TRUE(runtime().idle(side()));
+  EXPECT_TRUE(side().query());
 }
 
 TEST_P(ExternalEventContract, AGraphCanWaitForOne) {
@@ -272,7 +272,7 @@ TEST_P(ExternalEventContract, AWaitInAGraphIsForTheLaunchBeforeItsOwn) {
     runtime().launch(second, copies());
     runtime().synchronize(copies());
     if (on_gpu()) {
-      EXPECT_TRUE(runtime().idle(side())) << "it waited for an earlier launch";
+      EXPECT_TRUE(side().query()) << "it waited for an earlier launch";
     }
     EXPECT_TRUE(all_equal(output, 2 * (value + 1)));
   }
@@ -296,7 +296,7 @@ TEST_P(ExternalEventContract, AWaitInAGraphIsNotForALaterRecord) {
     runtime().record(ready, side());
     runtime().synchronize(copies());
     if (on_gpu()) {
-      EXPECT_FALSE(runtime().idle(side())) << "it waited for the record behind its launch";
+      EXPECT_FALSE(side().query()) << "it waited for the record behind its launch";
     }
     runtime().synchronize(side());
   }

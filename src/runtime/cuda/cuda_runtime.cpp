@@ -125,17 +125,6 @@ void CudaRuntime::synchronize_device() {
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device");
 }
 
-bool CudaRuntime::idle(c10::Stream stream) {
-  const OnItsDevice on_device(native(stream), device_);
-  const auto status = cudaStreamQuery(native(stream));
-  if (status == cudaErrorNotReady) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  check(status, "cudaStreamQuery", "stream");
-  return true;
-}
-
 Event CudaRuntime::create_event(EventTiming timing) {
   const CurrentDevice current(device_);
   return {*this, make_event(timing == EventTiming::on ? cudaEventDefault : cudaEventDisableTiming, "event")};
@@ -150,16 +139,6 @@ void CudaRuntime::wait(c10::Stream stream, const Event& event) {
   const OnItsDevice on_device(native(stream), device_);
   check_event(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(native(event)), cudaEventWaitDefault),
               "cudaStreamWaitEvent");
-}
-
-bool CudaRuntime::query(const Event& event) {
-  const auto status = cudaEventQuery(static_cast<cudaEvent_t>(native(event)));
-  if (status == cudaErrorNotReady) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  check_event(status, "cudaEventQuery");
-  return true;
 }
 
 void CudaRuntime::synchronize(const Event& event) {

@@ -27,12 +27,10 @@ class CudaRuntime final : public Runtime {
   [[nodiscard]] OwnedStream create_stream() override;
   void synchronize(c10::Stream stream) override;
   void synchronize_device() override;
-  [[nodiscard]] bool idle(c10::Stream stream) override;
 
   [[nodiscard]] Event create_event(EventTiming timing) override;
   void record(const Event& event, c10::Stream stream) override;
   void wait(c10::Stream stream, const Event& event) override;
-  [[nodiscard]] bool query(const Event& event) override;
   void synchronize(const Event& event) override;
   [[nodiscard]] bool keeps_time() const noexcept override { return true; }
   [[nodiscard]] double elapsed_ms(const Event& begin, const Event& end) override;

@@ -40,11 +40,12 @@ const char* remedy(cudaError_t status) {
   return "";
 }
 
-}  // namespace
-
+/// True for the statuses with which the driver says that a rule of stream capture was broken.
 bool is_capture_error(cudaError_t status) noexcept {
   return status >= cudaErrorStreamCaptureUnsupported && status <= cudaErrorStreamCaptureWrongThread;
 }
+
+}  // namespace
 
 void throw_status(cudaError_t status, const char* call, const char* object, std::source_location where) {
   (void)cudaGetLastError();

@@ -7,9 +7,6 @@
 
 namespace sidestream::cuda {
 
-/// True for the statuses with which the driver says that a rule of stream capture was broken.
-[[nodiscard]] bool is_capture_error(cudaError_t status) noexcept;
-
 /// Throws the error for `status`: CaptureError if a rule of capture was broken, else DeviceError. The message names the status, the call,
 /// the object and the source location. The driver's last error is cleared before. Threads: any.
 [[noreturn]] void throw_status(cudaError_t status, const char* call, const char* object, std::source_location where);

@@ -289,22 +289,11 @@ std::optional<HostWait> wait_of(DriverCall call, const void* parameters, EndOf e
   if (heard == nullptr) {
     return std::nullopt;
   }
-  switch (heard->form) {
-    case Form::plain:
-      return heard->kind;
-    case Form::free:
-      return parameters_as<Free>(parameters).memory != nullptr ? std::optional(heard->kind) : std::nullopt;
-    case Form::copy:
-    case Form::copy_rows:
-    case Form::copy_box:
-    case Form::copy_to_symbol:
-    case Form::copy_from_symbol:
-    case Form::driver_copy:
-    case Form::driver_copy_to_device:
-    case Form::driver_copy_to_host:
-    case Form::driver_copy_rows:
-    case Form::driver_copy_box:
-      break;
+  if (heard->form == Form::plain) {
+    return heard->kind;
+  }
+  if (heard->form == Form::free) {
+    return parameters_as<Free>(parameters).memory != nullptr ? std::optional(heard->kind) : std::nullopt;
   }
   return wait_of_copy(heard->kind, ends_of(heard->form, parameters), end_of);
 }

@@ -1,20 +1,12 @@
 #include "runtime/cuda/idle_streams.h"
 
-#include <map>
-
 #include "runtime/cuda/error.h"
+#include "runtime/each_device.h"
 
 namespace sidestream::cuda {
 
 IdleStreams& IdleStreams::of(c10::Device device) {
-  static auto* const mutex = new std::mutex();
-  static auto* const all = new std::map<c10::DeviceIndex, IdleStreams*>();
-  const std::lock_guard lock(*mutex);
-  IdleStreams*& streams = (*all)[device.index()];
-  if (streams == nullptr) {
-    streams = new IdleStreams();
-  }
-  return *streams;
+  return of_device<IdleStreams>(device, [] { return new IdleStreams(); });
 }
 
 cudaStream_t IdleStreams::take() {

@@ -1,21 +1,14 @@
 #include "runtime/cuda/open_captures.h"
 
 #include <algorithm>
-#include <map>
 
+#include "runtime/each_device.h"
 #include "sidestream/error.h"
 
 namespace sidestream::cuda {
 
 OpenCaptures& OpenCaptures::of(c10::Device device) {
-  static auto* const mutex = new std::mutex();
-  static auto* const all = new std::map<c10::DeviceIndex, OpenCaptures*>();
-  const std::lock_guard lock(*mutex);
-  OpenCaptures*& captures = (*all)[device.index()];
-  if (captures == nullptr) {
-    captures = new OpenCaptures();
-  }
-  return *captures;
+  return of_device<OpenCaptures>(device, [] { return new OpenCaptures(); });
 }
 
 void OpenCaptures::refuse_shared_pool(libtorch::PoolId pool) const {
@@ -38,28 +31,6 @@ OpenCapture OpenCaptures::take(c10::Stream stream) {
   open_.erase(found);
   count_.fetch_sub(1, std::memory_order_release);
   return capture;
-}
-
-std::vector<c10::StreamId> OpenCaptures::of_this_thread() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<c10::StreamId> streams;
-  for (const OpenCapture& capture : open_) {
-    if (capture.thread == std::this_thread::get_id()) {
-      streams.push_back(capture.stream);
-    }
-  }
-  return streams;
-}
-
-std::vector<c10::StreamId> OpenCaptures::of_runtime(const Runtime& runtime) const {
-  const std::lock_guard lock(mutex_);
-  std::vector<c10::StreamId> streams;
-  for (const OpenCapture& capture : open_) {
-    if (capture.begun_by == &runtime) {
-      streams.push_back(capture.stream);
-    }
-  }
-  return streams;
 }
 
 void OpenCaptures::drop(c10::StreamId stream) noexcept {

@@ -48,9 +48,14 @@ class OpenCaptures {
   }
   /// Takes the capture of `stream`, which the calling thread began. Throws: UsageError if there is none, or if another thread began it.
   [[nodiscard]] OpenCapture take(c10::Stream stream);
-  /// The streams of the captures that the calling thread, or `runtime`, began.
-  [[nodiscard]] std::vector<c10::StreamId> of_this_thread() const;
-  [[nodiscard]] std::vector<c10::StreamId> of_runtime(const Runtime& runtime) const;
+  /// The streams of the captures that the calling thread began.
+  [[nodiscard]] std::vector<c10::StreamId> of_this_thread() const {
+    return streams_where([](const OpenCapture& capture) { return capture.thread == std::this_thread::get_id(); });
+  }
+  /// The streams of the captures that `runtime` began.
+  [[nodiscard]] std::vector<c10::StreamId> of_runtime(const Runtime& runtime) const {
+    return streams_where([&](const OpenCapture& capture) { return capture.begun_by == &runtime; });
+  }
   /// Drops the capture of `stream`, whoever began it.
   void drop(c10::StreamId stream) noexcept;
 
@@ -60,6 +65,17 @@ class OpenCaptures {
   [[nodiscard]] std::vector<std::pair<HandleKind, void*>> take_deferred() noexcept;
 
  private:
+  template <class Which>
+  [[nodiscard]] std::vector<c10::StreamId> streams_where(const Which& which) const {
+    const std::lock_guard lock(mutex_);
+    std::vector<c10::StreamId> streams;
+    for (const OpenCapture& capture : open_) {
+      if (which(capture)) {
+        streams.push_back(capture.stream);
+      }
+    }
+    return streams;
+  }
   void refuse_shared_pool(libtorch::PoolId pool) const;
 
   std::atomic<int> count_{0};

@@ -64,14 +64,18 @@ std::byte* pin_mapped(std::size_t bytes) {
   return data;
 }
 
+[[noreturn]] void throw_exhausted(const std::string& why, cudaError_t status) {
+  throw DeviceError("pinned host memory exhausted: " + why +
+                        "; offload fewer groups, lower the host cap, or keep fewer tensors in pools",
+                    status);
+}
+
 std::byte* pin_by_driver(std::size_t bytes) {
   void* data = nullptr;
   const auto status = cudaHostAlloc(&data, bytes, cudaHostAllocPortable);
   if (status == cudaErrorMemoryAllocation) {
     (void)cudaGetLastError();
-    throw DeviceError("pinned host memory exhausted: cudaHostAlloc refused " + std::to_string(bytes) +
-                          " bytes; offload fewer groups, lower the host cap, or keep fewer tensors in pools",
-                      status);
+    throw_exhausted("cudaHostAlloc refused " + std::to_string(bytes) + " bytes", status);
   }
   check(status, "cudaHostAlloc", "pinned host memory");
   return static_cast<std::byte*>(data);
@@ -100,10 +104,9 @@ std::byte* pin(std::size_t bytes) {
   const PreferNode near_device(near_node());
   if (bytes >= kLarge) {
     if (const auto left = host_bytes_left(); left && bytes > *left) {  // to touch it would be the end of a process
-      throw DeviceError("pinned host memory exhausted: " + std::to_string(bytes) + " bytes asked for, the system has " +
-                            std::to_string(*left) +
-                            " available; offload fewer groups, lower the host cap, or keep fewer tensors in pools",
-                        cudaErrorMemoryAllocation);
+      throw_exhausted(
+          std::to_string(bytes) + " bytes asked for, the system has " + std::to_string(*left) + " available",
+          cudaErrorMemoryAllocation);
     }
     if (std::byte* const data = pin_mapped(bytes); data != nullptr) {
       return data;

@@ -8,7 +8,6 @@
 
 #include "base/site.h"
 #include "sim/device/state.h"
-#include "sim/device/work_listener.h"
 
 namespace sidestream::sim {
 namespace {
@@ -211,8 +210,8 @@ void Device::issued(Work work) {
   if (!state_->timeline.keeping()) {
     return;
   }
-  if (work.kind != Work::Kind::compute && state_->listener != nullptr) {
-    state_->listener->issued_copy(work);
+  if (work.kind != Work::Kind::compute && state_->copy_issued) {
+    state_->copy_issued(work);
   }
   work.place = place();
   Queued queued;

@@ -5,7 +5,6 @@
 #include <sidestream/error.h>
 
 #include "sim/device/state.h"
-#include "sim/device/work_listener.h"
 
 namespace sidestream::sim {
 namespace {
@@ -200,9 +199,9 @@ void Device::launch(const std::shared_ptr<GraphBody>& graph, c10::StreamId id) {
     if (node.work->kind == Work::Kind::event_wait && timeline.matters(node.event->mark)) {
       queued.after.push_back(node.event->mark);
     }
-    if (state_->listener != nullptr &&
+    if (state_->copy_issued &&
         (node.work->kind == Work::Kind::copy_to_host || node.work->kind == Work::Kind::copy_to_device)) {
-      state_->listener->issued_copy(*node.work);
+      state_->copy_issued(*node.work);
     }
     const bool records = node.work->kind == Work::Kind::event_record;
     if (records) {

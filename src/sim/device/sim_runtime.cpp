@@ -62,14 +62,12 @@ void SimRuntime::synchronize_device() {
   device_.let_draws_finish();
   device_.synchronize();
 }
-bool SimRuntime::idle(c10::Stream stream) { return device_.idle(id_of(stream)); }
 
 Event SimRuntime::create_event(EventTiming /*timing*/) {
   return {*this, c10::make_intrusive<EventState>(false).release()};
 }
 void SimRuntime::record(const Event& event, c10::Stream stream) { device_.record(state_of(event), id_of(stream)); }
 void SimRuntime::wait(c10::Stream stream, const Event& event) { device_.wait(id_of(stream), state_of(event)); }
-bool SimRuntime::query(const Event& event) { return device_.query(state_of(event)); }
 void SimRuntime::synchronize(const Event& event) { device_.synchronize(state_of(event)); }
 
 double SimRuntime::elapsed_ms(const Event& begin, const Event& end) {

@@ -20,12 +20,10 @@ class SimRuntime final : public Runtime {
   OwnedStream create_stream() override;
   void synchronize(c10::Stream stream) override;
   void synchronize_device() override;
-  bool idle(c10::Stream stream) override;
 
   Event create_event(EventTiming timing) override;
   void record(const Event& event, c10::Stream stream) override;
   void wait(c10::Stream stream, const Event& event) override;
-  bool query(const Event& event) override;
   void synchronize(const Event& event) override;
   double elapsed_ms(const Event& begin, const Event& end) override;
   ExternalEvent create_external_event() override;

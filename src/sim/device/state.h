@@ -1,6 +1,7 @@
 #pragma once
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -15,8 +16,6 @@
 #include "sim/device/timeline.h"
 
 namespace sidestream::sim {
-
-class WorkListener;
 
 struct StreamState {
   WorkId last = no_work;
@@ -76,8 +75,9 @@ struct Device::State {
   std::vector<std::unique_ptr<Capture>> captures;
   std::uint64_t captures_begun = 0;
   bool strict = false;
-  WorkListener* listener = nullptr;  ///< of the recording that is being made
-  int recordings = 0;                ///< alive: their works may run again
+  /// Called under the lock for each copy between host and device, also in a launched graph, before it runs. Set while a recording is made.
+  std::function<void(const Work&)> copy_issued;
+  int recordings = 0;  ///< alive: their works may run again
   std::uint64_t unrecorded_waits = 0;
   WorkId host_look = no_work;              ///< the latest, in a recording
   std::unordered_set<std::string> places;  ///< what `place` has handed out

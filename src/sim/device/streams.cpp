@@ -3,7 +3,6 @@
 #include <sidestream/error.h>
 
 #include "sim/device/state.h"
-#include "sim/device/work_listener.h"
 
 namespace sidestream::sim {
 namespace {
@@ -231,8 +230,8 @@ void Device::copy(Work::Kind kind, void* destination, const void* source, std::s
     capture->add(stream.capture_last, std::move(work));
     return;
   }
-  if (state_->listener != nullptr) {
-    state_->listener->issued_copy(*work);
+  if (state_->copy_issued) {
+    state_->copy_issued(*work);
   }
   Queued queued;
   queued.work = std::move(work);

@@ -46,13 +46,13 @@ void poison(const std::byte* begin, std::size_t bytes) {
 Recording::Recording() : device_(Device::get()) {
   Device::State& state = device_.state();
   const std::lock_guard<std::recursive_mutex> lock(state.mutex);
-  if (state.listener != nullptr) {
+  if (state.copy_issued) {
     throw UsageError("sim device: a recording is being made already; stop it first");
   }
   state.refuse_in_capture("a recording");
   state.timeline.start_keeping();
   state.keeping.store(true, std::memory_order_release);
-  state.listener = this;
+  state.copy_issued = [this](const Work& copy) { keep_input_of(copy); };
   state.host_look = no_work;
   ++state.recordings;
   keep_start();
@@ -99,7 +99,7 @@ void Recording::keep_end() {
   }
 }
 
-void Recording::issued_copy(const Work& copy) {
+void Recording::keep_input_of(const Work& copy) {
   for (const Access& access : copy.accesses) {
     if (device_.owns(access.begin)) {
       continue;
@@ -139,7 +139,7 @@ void Recording::stop() {
   const WorkId first = state.timeline.first_id();
   std::deque<Queued> queue = state.timeline.stop_keeping();
   state.keeping.store(false, std::memory_order_release);
-  state.listener = nullptr;
+  state.copy_issued = nullptr;
   works_.reserve(queue.size());
   followers_.resize(queue.size());
   for (Queued& queued : queue) {

@@ -6,7 +6,6 @@
 
 #include "sim/device/device.h"
 #include "sim/device/memory_image.h"
-#include "sim/device/work_listener.h"
 #include "sim/torch/generator.h"
 
 namespace sidestream::sim {
@@ -26,7 +25,7 @@ struct RecordedWork {
 /// copy that does not wait for it shows no fault. A rerun starts from the memory of the start, with all memory that was not in use
 /// poisoned.
 /// Threads: one for its calls; the recorded step may use any.
-class Recording final : private WorkListener {
+class Recording final {
  public:
   /// Drains the device and keeps the content of its memory. Throws: UsageError while another recording is being made;
   /// CaptureError while this thread captures.
@@ -34,7 +33,7 @@ class Recording final : private WorkListener {
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
   /// Stops, and puts memory back as `restore` does.
-  ~Recording() override;
+  ~Recording();
 
   /// Drains the device and ends the recording.
   void stop();
@@ -53,7 +52,7 @@ class Recording final : private WorkListener {
 
  private:
   /// What a copy takes from the host belongs to the start state.
-  void issued_copy(const Work& copy) override;
+  void keep_input_of(const Work& copy);
   void find_overwritten();
   void keep_start();
   void keep_end();

@@ -6,10 +6,10 @@
 #include <set>
 #include <unordered_set>
 
+#include <c10/core/AutogradState.h>
 #include <sidestream/error.h>
 #include <sidestream/journal.h>
 
-#include "sim/rerun/one_thread_backward.h"
 #include "sim/rerun/recording.h"
 #include "sim/rerun/recording_journal.h"
 
@@ -17,6 +17,19 @@ namespace sidestream {
 namespace {
 
 using Order = std::vector<std::uint32_t>;
+
+/// Backward on the calling thread while it lives.
+class OneThreadBackward {
+ public:
+  OneThreadBackward() : before_(c10::AutogradState::get_tls_state().get_multithreading_enabled()) { set(false); }
+  OneThreadBackward(const OneThreadBackward&) = delete;
+  OneThreadBackward& operator=(const OneThreadBackward&) = delete;
+  ~OneThreadBackward() { set(before_); }
+
+ private:
+  static void set(bool enabled) { c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled); }
+  bool before_;
+};
 
 constexpr std::size_t most_divergences = 16;
 
@@ -120,7 +133,7 @@ struct ScheduleCheck::State {
     }
   }
 
-  std::optional<sim::OneThreadBackward> one_thread{std::in_place};
+  std::optional<OneThreadBackward> one_thread{std::in_place};
   sim::Recording recording;
   std::optional<sim::RecordingJournal> journal;
   Results results;

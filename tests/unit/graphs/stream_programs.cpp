@@ -146,10 +146,12 @@ class SavedOnTwoStreams final : public OnStreams {
   }
 };
 
-/// One storage saved by a scope on one stream, and by a later one on the other: the memory waits for both, though its copy is on its way.
-class SavedAgainOnAnotherStream final : public OnStreams {
+/// One storage is saved by a scope on one stream, and read by a later one on the other: the memory waits for both, though its copy is on
+/// its way.
+class ReadOnAnotherStream final : public OnStreams {
  public:
-  using OnStreams::OnStreams;
+  /// `saves`: the later scope saves it too, and nothing else.
+  ReadOnAnotherStream(const Runtimes& runtimes, bool saves) : OnStreams(runtimes), saves_(saves) {}
   std::vector<at::Tensor> step(std::int64_t s) override {
     const auto step = step_of_engine();
     const c10::StreamGuard on_a(a());
@@ -160,7 +162,7 @@ class SavedAgainOnAnotherStream final : public OnStreams {
       first = scoped("first", [&] { return shared.sigmoid() * shared; });
       order(a(), b());
       const c10::StreamGuard on_b(b());
-      again = scoped("again", [&] { return shared * shared; });
+      again = scoped("again", [&] { return saves_ ? shared * shared : (shared * 3).tanh(); });
     }
     const at::Tensor later = through_scopes(first);
     order(b(), a());
@@ -176,6 +178,7 @@ class SavedAgainOnAnotherStream final : public OnStreams {
     scope.end();
     return result;
   }
+  bool saves_;
 };
 
 /// A reloaded storage is read by the backward of two streams, and its memory is used again while one of them may be at it.
@@ -256,7 +259,8 @@ std::vector<NamedProgram> stream_programs() {
           named_program<MicrobatchesInFlight>("microbatches_in_flight"),
           named_program<ForkInAScope>("fork_in_a_scope"),
           named_program<SavedOnTwoStreams>("saved_on_two_streams"),
-          named_program<SavedAgainOnAnotherStream>("saved_again_on_another_stream"),
+          named_program<ReadOnAnotherStream>("saved_again_on_another_stream", true),
+          named_program<ReadOnAnotherStream>("read_on_another_stream", false),
           named_program<ReadBackOnTwoStreams>("read_back_on_two_streams"),
           named_program<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),
           named_program<UnusedReload>("unused_reload_after_the_step", Again::after_the_step),

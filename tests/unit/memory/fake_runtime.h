@@ -41,11 +41,9 @@ class FakeRuntime : public Runtime {
   OwnedStream create_stream() override { return OwnedStream({}, stream(++next_)); }
   void synchronize(c10::Stream) override {}
   void synchronize_device() override {}
-  bool idle(c10::Stream) override { return true; }
   Event create_event(EventTiming) override { return Event(*this, std::malloc(1)); }
   void record(const Event& event, c10::Stream s) override { log(Call::Kind::record, event.native(), s.id()); }
   void wait(c10::Stream s, const Event& event) override { log(Call::Kind::wait, event.native(), s.id()); }
-  bool query(const Event&) override { return true; }
   void synchronize(const Event& event) override { log(Call::Kind::synchronize, event.native(), 0); }
   double elapsed_ms(const Event&, const Event&) override { return 0; }
   ExternalEvent create_external_event() override { return ExternalEvent(*this, std::malloc(1)); }

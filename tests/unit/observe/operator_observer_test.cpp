@@ -354,7 +354,6 @@ TEST(ExternalReads, FindsWhatWasNotMadeInside) {
   EXPECT_EQ(found, expected);
   const ExternalStorage* weight = external.find(storage(w));
   ASSERT_NE(weight, nullptr);
-  EXPECT_EQ(weight->data, w.const_data_ptr());
   EXPECT_EQ(weight->bytes, 256U);
   EXPECT_FALSE(weight->written);
   EXPECT_TRUE(external.find(storage(counter))->written);
@@ -370,7 +369,7 @@ TEST(ExternalReads, KeepsExternalsAlive) {
     (void)lost.mul(2);
   }
   EXPECT_FALSE(weak.expired());
-  external.clear();
+  (void)external.take();
   EXPECT_TRUE(weak.expired());
 }
 
@@ -387,9 +386,7 @@ TEST(ExternalReads, FindsAStorageThatWasReleased) {
   }
   ASSERT_EQ(external.externals().size(), 2U);
   ASSERT_NE(external.find(storage(released)), nullptr);
-  EXPECT_EQ(external.find(storage(released))->data, nullptr);
   ASSERT_NE(external.find(storage(kept)), nullptr);
-  EXPECT_EQ(external.find(storage(kept))->data, kept.const_data_ptr());
 }
 
 // An operator of the user's own that holds a table: only what it calls inside shows it.

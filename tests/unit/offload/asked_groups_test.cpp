@@ -8,25 +8,14 @@
 namespace sidestream {
 namespace {
 
-/// Room on the host for three storages, a lag of two.
-class AskedGroupsTest : public GroupsByHand {
+class AskedGroupsTest : public GroupsInAStep {
  protected:
-  AskedGroupsTest() : GroupsByHand(CopyLimits{}) {}
-  void SetUp() override {
-    pin({kBytes, kBytes, kBytes});
-    offload_->set_window({2 * kBytes, 0, 8});
-    offload_->begin_step();
-  }
-  void TearDown() override {
-    offload_->end_step();
-    GroupsByHand::TearDown();
-  }
+  AskedGroupsTest() : GroupsInAStep(CopyLimits{}) {}
 
   std::shared_ptr<SavedStorage> end_later(Group& group, float value) {
     group.ended_later = true;
     return end_group(group, value);
   }
-  [[nodiscard]] std::uint64_t left() const { return mover_->counts().offloaded_bytes; }
   [[nodiscard]] std::int64_t allocated() const { return runtime_->memory_stats().allocated; }
 };
 

@@ -6,19 +6,10 @@
 namespace sidestream {
 namespace {
 
-/// Groups named "late" are delayed, others are not. Room on the host for three storages, a lag of two.
-class DelayedGroupsTest : public GroupsByHand {
+/// Groups named "late" are delayed, others are not.
+class DelayedGroupsTest : public GroupsInAStep {
  protected:
-  DelayedGroupsTest() : GroupsByHand(CopyLimits{}, NamePatterns::parse("late")) {}
-  void SetUp() override {
-    pin({kBytes, kBytes, kBytes});
-    offload_->set_window({2 * kBytes, 0, 8});
-    offload_->begin_step();
-  }
-  void TearDown() override {
-    offload_->end_step();  // what is still on its way holds its storages, and they hold the mover
-    GroupsByHand::TearDown();
-  }
+  DelayedGroupsTest() : GroupsInAStep(CopyLimits{}, NamePatterns::parse("late")) {}
 
   std::shared_ptr<SavedStorage> end_late(Group& group, float value) { return end_group(group, value, "late"); }
   /// No slot on the host is in use.
@@ -29,7 +20,6 @@ class DelayedGroupsTest : public GroupsByHand {
       EXPECT_TRUE(lease);
     }
   }
-  [[nodiscard]] std::uint64_t left() const { return mover_->counts().offloaded_bytes; }
 };
 
 TEST_F(DelayedGroupsTest, LeaveWhenAGraphIsLaunchedInTheOrderInWhichTheyEnded) {

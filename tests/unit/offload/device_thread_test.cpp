@@ -43,7 +43,7 @@ class RoundTrip final : public SavedTensorSource {
         const c10::Stream stream = trip_.runtime_.current_stream();
         lease_.wait_before_use(stream);
         trip_.runtime_.copy_to_host(lease_.data(), storage.data(), storage.nbytes(), stream);
-        lease_.record_last_use(stream);
+        trip_.used(lease_, stream);
       }
       at::Tensor call_unpack_hook() override {
         trip_.unpack_thread = std::this_thread::get_id();
@@ -53,7 +53,7 @@ class RoundTrip final : public SavedTensorSource {
         const c10::Stream stream = trip_.runtime_.current_stream();
         c10::Storage storage = allocate_storage(trip_.runtime_.device(), lease_.bytes());
         trip_.runtime_.copy_to_device(storage.mutable_data(), lease_.data(), lease_.bytes(), stream);
-        lease_.record_last_use(stream);
+        trip_.used(lease_, stream);
         return view_.restore(std::move(storage));
       }
       RoundTrip& trip_;
@@ -68,6 +68,12 @@ class RoundTrip final : public SavedTensorSource {
   std::thread::id unpack_thread;
 
  private:
+  void used(HostArena::Lease& lease, c10::Stream stream) {
+    const auto event = std::make_shared<const Event>(runtime_.create_event());
+    runtime_.record(*event, stream);
+    lease.record_last_use(event);
+  }
+
   Runtime& runtime_;
   HostArena& arena_;
 };

@@ -66,4 +66,20 @@ class GroupsByHand : public testing::Test {
   StorageView view_;  ///< of all storages that `end_group` saves
 };
 
+/// A step with room on the host for three storages, and a lag of two.
+class GroupsInAStep : public GroupsByHand {
+ protected:
+  using GroupsByHand::GroupsByHand;
+  void SetUp() override {
+    pin({kBytes, kBytes, kBytes});
+    offload_->set_window({2 * kBytes, 0, 8});
+    offload_->begin_step();
+  }
+  void TearDown() override {
+    offload_->end_step();  // what is still on its way holds its storages, and they hold the mover
+    GroupsByHand::TearDown();
+  }
+  [[nodiscard]] std::uint64_t left() const { return mover_->counts().offloaded_bytes; }
+};
+
 }  // namespace sidestream

@@ -76,8 +76,8 @@ TEST_F(SimScheduleTest, LateHoldsBothDirectionsBack) {
   copy_both_ways();
   EXPECT_FALSE(out_ran());
   EXPECT_FALSE(in_ran());
-  EXPECT_FALSE(runtime().idle(copies()));
-  EXPECT_TRUE(runtime().idle(copies())) << "a loop that polls must end";
+  EXPECT_FALSE(copies().query());
+  EXPECT_TRUE(copies().query()) << "a loop that polls must end";
   EXPECT_TRUE(out_ran());
   runtime().synchronize_device();
   EXPECT_TRUE(in_ran());
