@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 
@@ -114,7 +115,9 @@ class BesideAnEagerReader final : public Stack {
     const at::Tensor graphed = run(0, kLayers, x).sum();
     eager = eager.defined() ? eager : read_eagerly();
     streams_.order(streams_.b(), streams_.a());
+    at::globalContext().setWarnOnAccumulateGradStreamMismatch(false);  // plain training's warning of two streams
     (graphed + eager).backward();
+    at::globalContext().setWarnOnAccumulateGradStreamMismatch(true);
     std::vector<at::Tensor> results{x.grad()};
     add_gradients(results);
     streams_.order(streams_.a(), streams_.b());
