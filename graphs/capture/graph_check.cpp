@@ -6,9 +6,8 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
-namespace {
 
-const char* words(GraphNode::Kind kind) {
+const char* kind_in_words(GraphNode::Kind kind) {
   switch (kind) {
     case GraphNode::Kind::kernel:
       return "kernel";
@@ -35,6 +34,8 @@ const char* words(GraphNode::Kind kind) {
   }
   return "node";
 }
+
+namespace {
 
 /// True if [at, at + bytes) lies in [begin, begin + size).
 bool lies_in(const void* at, std::size_t bytes, const void* begin, std::size_t size) {
@@ -104,7 +105,7 @@ bool works(GraphNode::Kind kind) {
 
 std::string describe_node(const std::vector<GraphNode>& nodes, std::size_t index, const NodeNames& names) {
   const GraphNode& node = nodes[index];
-  std::string text = std::string(words(node.kind)) + " (node " + std::to_string(index);
+  std::string text = std::string(kind_in_words(node.kind)) + " (node " + std::to_string(index);
   if (node.bytes > 0) {
     text += ", " + std::to_string(node.bytes) + " bytes";
   }
