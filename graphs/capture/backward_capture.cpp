@@ -6,7 +6,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -174,11 +173,7 @@ void take_gradients(CapturedCall& call, SequenceCapture::Live& live, std::vector
       parameter.grad = grad.defined() ? live.computed.emplace_back(std::move(grad)) : at::Tensor();
       continue;
     }
-    if (accumulated ? !added->has(next_added++) : !grad.defined()) {
-      throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
-                         " got a gradient in the sizing pass, but gets none in the capture; let the callable do the "
-                         "same work each time");
-    }
+    require_gradient(parameter, accumulated ? added->has(next_added++) : grad.defined());
     if (!accumulated) {
       parameter.grad = std::move(grad);
     }

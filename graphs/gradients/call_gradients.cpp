@@ -142,7 +142,15 @@ bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached,
          grad.device() == memory.device() && !grad.requires_grad();
 }
 
-bool lies_in(const at::Tensor& grad, const at::Tensor& memory) {
+void require_gradient(const CallParameter& parameter, bool has_gradient) {
+  if (!has_gradient) {
+    throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
+                       " got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
+                       "work each time");
+  }
+}
+
+bool is_part_of(const at::Tensor& grad, const at::Tensor& memory) {
   return grad.const_data_ptr() == memory.const_data_ptr() && grad.strides() == memory.strides();
 }
 

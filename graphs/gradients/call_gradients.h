@@ -41,6 +41,9 @@ struct CallParameter {
   OutputSet outputs = all_outputs;           ///< the outputs that lead to it in autograd's graph
 };
 
+/// `has_gradient`: in the capture. Throws: CaptureError if the parameter has none there.
+void require_gradient(const CallParameter& parameter, bool has_gradient);
+
 /// Inside the capture of the backward: an owned parameter's gradient keeps the memory that the graph writes, as long as the graph lives.
 void give_memory(CallParameter& parameter);
 
