@@ -50,17 +50,11 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
   if (site.kind == CallSite::Kind::callable) {
     return site.forwards_alone != at::GradMode::is_enabled() ? Route::callable : Route::eager;
   }
-  if (!at::GradMode::is_enabled()) {
-    return route_of_evaluation();
-  }
-  if (site.module != nullptr && !site.module->is_training()) {
-    return Route::eager;
-  }
-  return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
-}
-
-Dispatcher::Route Dispatcher::route_of_evaluation() const {
-  if (resources_.options.call_options().on_evaluation() == OnEvaluation::eager) {
+  if (at::GradMode::is_enabled()) {
+    if (site.module != nullptr && !site.module->is_training()) {
+      return Route::eager;
+    }
+  } else if (resources_.options.call_options().on_evaluation() == OnEvaluation::eager) {
     return Route::eager;
   }
   return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
