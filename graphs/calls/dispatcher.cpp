@@ -101,7 +101,7 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
   if (site.set != nullptr) {
     counts_.bucketed_call_ran(site.scope->name, cause);
   } else {
-    counts_.eager_call();
+    ++counts_.report.eager_calls;
     site.eager_runs.count(cause);
   }
 }
@@ -170,7 +170,7 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   if (site.set != nullptr) {
     count_eager(site, EagerCause::no_bucket);
   } else {
-    counts_.eager_call();
+    ++counts_.report.eager_calls;
   }
 }
 
@@ -269,7 +269,7 @@ void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& v
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
                      "GraphOptions::on_relocated_weights to capture");
   }
-  counts_.eager_call();  // the next step begins with captures of what the model is then
+  ++counts_.report.eager_calls;  // the next step begins with captures of what the model is then
   resources_.owned_gradients.renew_accumulators();
   run_eagerly(call.site, call.request, call.outputs);
 }
