@@ -35,11 +35,8 @@ bool exceeds_bound(const RecordedCalls& recorded) {
   return std::any_of(recorded.calls().begin(), recorded.calls().end(), [&](const auto& call) {
     const CallSite& site = *call->site;
     const bool gradients = call->state.modes.gradients;
-    const auto captured = std::count_if(site.variants.all.begin(), site.variants.all.end(), [&](const auto& variant) {
-      return variant.holder->captured().forwards_alone() != gradients;
-    });
     return site.rules.on_max_captures == OnMaxCaptures::drop_least_used &&
-           static_cast<std::size_t>(captured) + recorded.count(site, gradients) >
+           site.variants.count(gradients) + recorded.count(site, gradients) >
                static_cast<std::size_t>(site.rules.max_captures);
   });
 }
