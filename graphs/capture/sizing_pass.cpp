@@ -26,7 +26,8 @@
 #include "graphs/gradients/gradient_leaves.h"
 #include "memory/storage_view.h"
 #include "observe/operator_observer.h"
-#include "offload/sizing.h"
+#include "offload/saved_storage.h"
+#include "offload/version_stamp.h"
 #include "runtime/composite.h"
 #include "sidestream/error.h"
 
