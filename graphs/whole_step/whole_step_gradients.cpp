@@ -7,7 +7,6 @@
 #include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "graphs/gradients/call_gradients.h"
 #include "graphs/gradients/gradient_leaves.h"
@@ -22,8 +21,8 @@ namespace {
 std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
   std::vector<at::Tensor> leaves;
   walk_autograd(makers_of(loss), [&](const torch::autograd::Node& node) {
-    if (const auto* accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); accumulator != nullptr) {
-      leaves.push_back(accumulator->variable);
+    if (const at::Tensor* const leaf = leaf_of(&node); leaf != nullptr) {
+      leaves.push_back(*leaf);
     }
   });
   return leaves;
