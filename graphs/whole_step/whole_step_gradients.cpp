@@ -159,35 +159,22 @@ void WholeStepBody::refuse_frozen_gradients() const {
 void WholeStepBody::prepare() {
   refuse_hooks();
   refuse_frozen_gradients();
-  prepare_gradients();
-}
-
-void WholeStepBody::prepare_gradients() {
   if (!given_->accumulate) {
     return;
   }
   for (const Target& target : targets_) {
     refuse_foreign(given_->name, target);
   }
-  refuse_gradients_of_others();
-  const at::NoGradGuard no_grad;
-  for (const Target& target : targets_) {
-    begin_with_grad(target);
-  }
-}
-
-void WholeStepBody::refuse_gradients_of_others() const {
-  if (!given_->update) {
-    return;
-  }
-  for (const at::Tensor& leaf : leaves_) {
-    const auto is_met = [&](std::size_t i) { return met_in_graph_[i] && targets_[i].parameter.is_same(leaf); };
-    const auto targets = c10::irange(std::min(targets_.size(), met_in_graph_.size()));
-    if (leaf.grad().defined() && std::none_of(targets.begin(), targets.end(), is_met)) {
+  for (const at::Tensor& leaf : leaves_without_in_graph_) {
+    if (given_->update && leaf.grad().defined()) {
       throw UsageError("graphed step \"" + given_->name +
                        "\": a parameter that its loss does not depend on has a gradient, but the captured update would "
                        "skip that parameter. Clear the gradient, or update eagerly after the step");
     }
+  }
+  const at::NoGradGuard no_grad;
+  for (const Target& target : targets_) {
+    begin_with_grad(target);
   }
 }
 
