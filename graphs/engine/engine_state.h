@@ -81,7 +81,6 @@ class EngineState {
   [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const { return calls_.model(); }
   [[nodiscard]] const CallTable& calls() const noexcept { return calls_; }
   [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
-  [[nodiscard]] Exclusions& exclusions() noexcept { return resources_.exclusions; }
   void mark_not_offload(const at::Tensor& tensor);
   [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }
   [[nodiscard]] EngineResources& resources() noexcept { return resources_; }

@@ -371,7 +371,6 @@ std::shared_ptr<SavedStorage> SavedTensorRecorder::save(const at::Tensor& tensor
     }
   }
   group.storages.push_back(saved);
-  ++group.seen;
   saved_bytes_ += saved->bytes;
   StorageProfile& profile = storages_.emplace_back();
   profile.bytes = saved->bytes;
