@@ -65,7 +65,7 @@ class EngineCounts {
   /// A whole step.
   void step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
 
-  /// Of one set of bucketed calls.
+  /// Counts of one set of bucketed calls.
   struct Buckets {
     EagerRuns runs;  ///< by why they ran eagerly
     std::int64_t dropped = 0;

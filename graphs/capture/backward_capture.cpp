@@ -315,7 +315,8 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
     names.rethrow();
     observer.rethrow();
   }
-  // Else autograd may still have gradients, and free what its last node saved after the next graph has begun.
+  // Without this wait, autograd's thread may still hold gradients. It may also free what its last node saved after the next capture has
+  // begun.
   await_end_of_backward(capture.runtime.device());
   hold_reads(capture.reads, call);
   take_gradients(call, live, grads, added ? &*added : nullptr);

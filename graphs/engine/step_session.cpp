@@ -70,7 +70,7 @@ void StepSession::leave_thread() noexcept {
 void StepSession::stop_sizing() noexcept {
   if (kind_ == Kind::sizing && !sizing_peak_) {
     sizing_peak_ = resources_.eager->end_sizing_step();
-    resources_.rest->step_ends();
+    resources_.rest->close();
   }
 }
 

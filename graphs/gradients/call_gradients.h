@@ -68,7 +68,7 @@ struct OwnedGradient {
 };
 
 /// True if `grad` is a gradient in `memory`, and no view of it with other strides (`grad.t()`).
-[[nodiscard]] bool lies_in(const at::Tensor& grad, const at::Tensor& memory);
+[[nodiscard]] bool is_part_of(const at::Tensor& grad, const at::Tensor& memory);
 
 /// Puts the values of a `.grad` into the graphs' memory. The `.grad` is then dropped, and another stream may have made it.
 void take_values(const at::Tensor& memory, const at::Tensor& grad);

@@ -48,7 +48,7 @@ class PendingBackwards {
     const std::lock_guard lock(memory_.mutex());
     return any_run();
   }
-  /// The same. The caller holds the mutex.
+  /// As any(). The caller holds the mutex.
   [[nodiscard]] bool any_run() const noexcept { return !weights_.empty() || !runs_.empty(); }
   /// True if `holds` is true of any of these calls. Looks at all calls.
   template <class Holds>

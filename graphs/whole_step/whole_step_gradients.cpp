@@ -31,7 +31,7 @@ std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
 /// Throws: UsageError if the gradient cannot be initialised with `.grad`.
 void refuse_foreign(const std::string& name, const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
-  if (grad.defined() && !lies_in(grad, target.gradient.memory) &&
+  if (grad.defined() && !is_part_of(grad, target.gradient.memory) &&
       !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
     throw UsageError("graphed step \"" + name +
                      "\": the .grad of a parameter is not the tensor that its graph adds into, and other code holds a "
@@ -44,7 +44,7 @@ void begin_with_grad(const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
   if (!grad.defined()) {
     target.gradient.memory.zero_();
-  } else if (!lies_in(grad, target.gradient.memory)) {
+  } else if (!is_part_of(grad, target.gradient.memory)) {
     take_values(target.gradient.memory, grad);
   }
 }
