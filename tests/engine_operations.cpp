@@ -7,7 +7,7 @@
 
 #include <torch/nn/module.h>
 
-#include "models/waves.h"
+#include "models/scoped_waves.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/journal.h"
@@ -101,12 +101,12 @@ std::vector<std::string> expected_graphs(int side_streams) {
 std::vector<std::string> engine_operations(c10::Device device, std::int64_t side_streams) {
   constexpr std::uint64_t kSteps = 4;
   torch::nn::Module model;
-  OffloadEngine engine(model, wave_options(device, side_streams).check_steps(kSteps));
+  OffloadEngine engine(model, scoped_wave_options(device, side_streams).check_steps(kSteps));
   for (std::uint64_t s = 0; s < kSteps; ++s) {
-    const at::Tensor x = wave_input(s, 64, device);
+    const at::Tensor x = scoped_wave_input(s, 64, device);
     synchronize(device);
     const auto step = engine.step();
-    (void)wave_gradient(x);
+    (void)scoped_wave_gradient(x);
   }
   synchronize(device);
   const Journal journal = engine.journal();

@@ -67,9 +67,13 @@ CallVariant* VariantTable::find(const detail::CallRequest& request) {
   return found != all.end() ? &*found : nullptr;
 }
 
+std::size_t VariantTable::count(bool gradients) const noexcept {
+  return static_cast<std::size_t>(
+      std::count_if(all.begin(), all.end(), [&](const auto& v) { return is_of(v, gradients); }));
+}
+
 bool VariantTable::has_room(bool gradients, std::size_t more, const CallRules& rules) const {
-  const auto with_them = more + static_cast<std::size_t>(std::count_if(
-                                    all.begin(), all.end(), [&](const auto& v) { return is_of(v, gradients); }));
+  const std::size_t with_them = more + count(gradients);
   const auto bound = static_cast<std::size_t>(rules.max_captures);
   if (with_them <= bound) {
     return true;
@@ -82,17 +86,12 @@ bool VariantTable::has_room(bool gradients, std::size_t more, const CallRules& r
 
 const CallVariant* VariantTable::to_drop(bool gradients, std::size_t more, const CallRules& rules) const {
   const CallVariant* least = nullptr;
-  std::size_t count = 0;
   for (const CallVariant& variant : all) {
-    if (!is_of(variant, gradients)) {
-      continue;
-    }
-    ++count;
-    if (is_idle(variant) && (least == nullptr || variant.used_at < least->used_at)) {
+    if (is_of(variant, gradients) && is_idle(variant) && (least == nullptr || variant.used_at < least->used_at)) {
       least = &variant;
     }
   }
-  return more > 0 && count + more > static_cast<std::size_t>(rules.max_captures) ? least : nullptr;
+  return more > 0 && count(gradients) + more > static_cast<std::size_t>(rules.max_captures) ? least : nullptr;
 }
 
 void VariantTable::drop(const CallVariant& variant) {

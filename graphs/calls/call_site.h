@@ -104,6 +104,8 @@ struct VariantTable {
   void use(CallVariant& variant) noexcept { variant.used_at = ++clock; }
   /// The first variant that accepts `request`; null if there is none.
   [[nodiscard]] CallVariant* find(const detail::CallRequest& request);
+  /// How many variants are of calls with gradients, or without.
+  [[nodiscard]] std::size_t count(bool gradients) const noexcept;
   /// True if `more` captures may be added: the bound allows them, or as many others may be dropped and have no backward to come.
   [[nodiscard]] bool has_room(bool gradients, std::size_t more, const CallRules& rules) const;
   /// Before `more` captures are added: the least recently used variant, if it must be dropped and has no backward to come; else null.

@@ -50,17 +50,11 @@ Dispatcher::Route Dispatcher::route(const CallSite& site) const {
   if (site.kind == CallSite::Kind::callable) {
     return site.forwards_alone != at::GradMode::is_enabled() ? Route::callable : Route::eager;
   }
-  if (!at::GradMode::is_enabled()) {
-    return route_of_evaluation();
-  }
-  if (site.module != nullptr && !site.module->is_training()) {
-    return Route::eager;
-  }
-  return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
-}
-
-Dispatcher::Route Dispatcher::route_of_evaluation() const {
-  if (resources_.options.call_options().on_evaluation() == OnEvaluation::eager) {
+  if (at::GradMode::is_enabled()) {
+    if (site.module != nullptr && !site.module->is_training()) {
+      return Route::eager;
+    }
+  } else if (resources_.options.call_options().on_evaluation() == OnEvaluation::eager) {
     return Route::eager;
   }
   return plan_.state() == EagerPlan::State::unsized ? Route::record : Route::find;
@@ -107,7 +101,7 @@ void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
   if (site.set != nullptr) {
     counts_.bucketed_call_ran(site.scope->name, cause);
   } else {
-    counts_.eager_call();
+    ++counts_.report.eager_calls;
     site.eager_runs.count(cause);
   }
 }
@@ -177,7 +171,7 @@ void Dispatcher::record_and_run(const Call& call, std::size_t busy) {
   if (site.set != nullptr) {
     count_eager(site, EagerCause::no_bucket);
   } else {
-    counts_.eager_call();
+    ++counts_.report.eager_calls;
   }
 }
 
@@ -276,7 +270,7 @@ void Dispatcher::run_beside_stale_capture(const Call& call, const CallVariant& v
                      ": weights were relocated or replaced since the capture; call OffloadEngine::reset, or set "
                      "GraphOptions::on_relocated_weights to capture");
   }
-  counts_.eager_call();  // the next step begins with captures of what the model is then
+  ++counts_.report.eager_calls;  // the next step begins with captures of what the model is then
   resources_.owned_gradients.renew_accumulators();
   run_eagerly(call.site, call.request, call.outputs);
 }

@@ -55,8 +55,6 @@ class Dispatcher {
     callable,  ///< replays the one capture there is, or the one that fits
   };
   [[nodiscard]] Route route(const CallSite& site) const;
-  /// Of an `ss::call` that wants no gradients, whatever mode its module is in.
-  [[nodiscard]] Route route_of_evaluation() const;
   /// Of the calling thread, for the engine's device.
   [[nodiscard]] CallModes modes() const;
 

@@ -44,7 +44,7 @@ EagerCause cause_on_this_thread(EagerCause otherwise) {
 }
 
 void EngineCounts::bucketed_call_ran(const std::string& name, EagerCause cause) {
-  eager_call();
+  ++report.eager_calls;
   buckets_[name].runs.count(cause);
 }
 
@@ -56,42 +56,42 @@ void EngineCounts::bucket_dropped(const std::string& name, std::int64_t max_buck
 
 void EngineCounts::captured(const GraphSequence& sequence) {
   for (const CapturedCall& call : sequence.captured().calls) {
-    counted_.captures += call.has_backward ? 2 : 1;
+    report.captures += call.has_backward ? 2 : 1;
   }
 }
 
 void EngineCounts::replayed(const GraphSequence::Counts& counts) {
-  counted_.replays = static_cast<std::int64_t>(counts.replays);
-  counted_.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
-  counted_.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
-  counted_.outputs_copied_bytes = static_cast<std::int64_t>(counts.outputs.copied_bytes);
-  counted_.gradients_copied = static_cast<std::int64_t>(counts.gradients.copied);
-  counted_.gradients_copied_bytes = static_cast<std::int64_t>(counts.gradients.copied_bytes);
-  counted_.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
+  report.replays = static_cast<std::int64_t>(counts.replays);
+  report.outputs_reused = static_cast<std::int64_t>(counts.outputs.reused);
+  report.outputs_copied = static_cast<std::int64_t>(counts.outputs.copied);
+  report.outputs_copied_bytes = static_cast<std::int64_t>(counts.outputs.copied_bytes);
+  report.gradients_copied = static_cast<std::int64_t>(counts.gradients.copied);
+  report.gradients_copied_bytes = static_cast<std::int64_t>(counts.gradients.copied_bytes);
+  report.unused_outputs = static_cast<std::int64_t>(counts.unused_outputs);
 }
 
 void EngineCounts::sizing_ended(const SavedTensorRecorder& recorder, std::int64_t peak_without_offload) {
-  counted_.first_step_peak_bytes = counted_.step_peak_bytes;
-  counted_.sizing_peak_bytes = peak_without_offload;
-  counted_.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
+  report.first_step_peak_bytes = report.step_peak_bytes;
+  report.sizing_peak_bytes = peak_without_offload;
+  report.saved_bytes = static_cast<std::int64_t>(recorder.saved_bytes());
 }
 
 void EngineCounts::copied(const CopyCounts& copies) noexcept {
-  counted_.offloaded_bytes = static_cast<std::int64_t>(copies.offloaded_bytes);
-  counted_.reloaded_bytes = static_cast<std::int64_t>(copies.reloaded_bytes);
-  counted_.waits = static_cast<std::int64_t>(copies.waits);
-  counted_.inline_reloads = static_cast<std::int64_t>(copies.inline_reloads);
+  report.offloaded_bytes = static_cast<std::int64_t>(copies.offloaded_bytes);
+  report.reloaded_bytes = static_cast<std::int64_t>(copies.reloaded_bytes);
+  report.waits = static_cast<std::int64_t>(copies.waits);
+  report.inline_reloads = static_cast<std::int64_t>(copies.inline_reloads);
 }
 
 void EngineCounts::step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies,
                               const LiveMemory::Peak& peak) {
   copied(copies);
   const SavedTensorRecorder::Counts counts = recorder.counts();
-  counted_.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
-  counted_.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
-  counted_.refused_bytes = static_cast<std::int64_t>(counts.refused_bytes);
-  counted_.step_peak_bytes = peak.live;
-  counted_.in_flight_bytes = peak.in_flight;
+  report.copied_twice_bytes = static_cast<std::int64_t>(counts.copied_twice_bytes);
+  report.unplanned_bytes = static_cast<std::int64_t>(counts.unplanned_bytes);
+  report.refused_bytes = static_cast<std::int64_t>(counts.refused_bytes);
+  report.step_peak_bytes = peak.live;
+  report.in_flight_bytes = peak.in_flight;
 }
 
 }  // namespace sidestream

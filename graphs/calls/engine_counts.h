@@ -47,58 +47,40 @@ class EagerRuns {
   std::array<std::int64_t, kCauses> runs_{};
 };
 
-/// Counts what an engine does, for its report. Threads: the step's, except `unseen`.
+/// Counts what an engine does, for its report. Threads: the step's, except for `report.unseen_bytes`, which autograd's
+/// thread writes.
 class EngineCounts {
  public:
-  /// Whole steps so far.
-  [[nodiscard]] std::int64_t steps() const noexcept { return counted_.steps; }
-  /// Graphs so far.
-  [[nodiscard]] std::int64_t captures() const noexcept { return counted_.captures; }
-
-  /// A call that was to be graphed ran eagerly.
-  void eager_call() noexcept { ++counted_.eager_calls; }
-  /// A bucketed call of this name did, with the cause for the notes.
+  /// A bucketed call of this name ran eagerly, with the cause for the notes.
   void bucketed_call_ran(const std::string& name, EagerCause cause);
   /// A bucket was dropped to make room for another. `name`: of the first callable of its set.
   void bucket_dropped(const std::string& name, std::int64_t max_buckets);
   void captured(const GraphSequence& sequence);
-  /// So many of the captured calls replaced others, or stand beside them.
-  void recaptured(std::int64_t calls) noexcept { counted_.recaptures += calls; }
-  /// In the sizing pass, when its backward begins. Threads: autograd's.
-  void unseen(std::int64_t bytes) noexcept { counted_.unseen_bytes = bytes; }
-
   /// What sequences did in the step that now ends, whole or not.
   void replayed(const GraphSequence::Counts& counts);
   /// A whole sizing step, after its `step_ended`; `peak_without_offload`: see SizingPeak.
   void sizing_ended(const SavedTensorRecorder& recorder, std::int64_t peak_without_offload);
-  /// That step has left so much memory behind, beside gradients.
-  void left_by_sizing(std::int64_t bytes) noexcept { counted_.sizing_peak_bytes += bytes; }
-  /// In the latest sizing step: the bytes of tensors that stay because their storages are small.
-  void small_storages(std::uint64_t bytes) noexcept { small_bytes_ = static_cast<std::int64_t>(bytes); }
-  [[nodiscard]] std::int64_t small_bytes() const noexcept { return small_bytes_; }
   /// Of the latest step.
   void copied(const CopyCounts& copies) noexcept;
   /// A whole step.
   void step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
-  /// In that step. The caller fills it.
-  [[nodiscard]] std::vector<ChunkReport>& chunks() noexcept { return counted_.chunks; }
-  void count_step() noexcept { ++counted_.steps; }
 
-  /// Of one set of bucketed calls.
+  /// Counts of one set of bucketed calls.
   struct Buckets {
     EagerRuns runs;  ///< by why they ran eagerly
     std::int64_t dropped = 0;
     std::int64_t bound = 0;  ///< BucketOptions::max_buckets
   };
 
-  /// A report with all that is counted here; the rest of it is empty.
-  [[nodiscard]] const Report& counted() const noexcept { return counted_; }
   /// By the name of a callable.
   [[nodiscard]] const std::map<std::string, Buckets>& buckets() const noexcept { return buckets_; }
 
+  /// What the latest whole step and all steps so far add up to. What is not counted here is empty.
+  Report report;
+  /// In the latest sizing step: the bytes of tensors that stay because their storages are small.
+  std::int64_t small_bytes = 0;
+
  private:
-  std::int64_t small_bytes_ = 0;
-  Report counted_;  ///< what the latest whole step and all steps so far add up to
   std::map<std::string, Buckets> buckets_;
 };
 

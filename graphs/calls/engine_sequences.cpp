@@ -35,11 +35,8 @@ bool exceeds_bound(const RecordedCalls& recorded) {
   return std::any_of(recorded.calls().begin(), recorded.calls().end(), [&](const auto& call) {
     const CallSite& site = *call->site;
     const bool gradients = call->state.modes.gradients;
-    const auto captured = std::count_if(site.variants.all.begin(), site.variants.all.end(), [&](const auto& variant) {
-      return variant.holder->captured().forwards_alone() != gradients;
-    });
     return site.rules.on_max_captures == OnMaxCaptures::drop_least_used &&
-           static_cast<std::size_t>(captured) + recorded.count(site, gradients) >
+           site.variants.count(gradients) + recorded.count(site, gradients) >
                static_cast<std::size_t>(site.rules.max_captures);
   });
 }
@@ -65,7 +62,7 @@ std::shared_ptr<GraphSequence> EngineSequences::capture_sequence(const std::vect
   const CallContext::OnThread on_thread(context_);
   const CallContext::Enter capturing(context_, CallContext::Phase::capturing);
   std::optional<OperatorObserverGuard> journaling;
-  resources_.check.journal_capture(journaling, counts_.steps());
+  resources_.check.journal_capture(journaling, counts_.report.steps);
   std::shared_ptr<GraphSequence> sequence = capture_that_fits(
       resources_, all_, [this] { mark_static_outputs(); }, specs, order, options, memory);
   counts_.captured(*sequence);
@@ -138,7 +135,7 @@ void EngineSequences::recapture(SequenceHolder& holder) {
       }
     }
   }
-  counts_.recaptured(static_cast<std::int64_t>(holder.captured().calls.size()));
+  counts_.report.recaptures += static_cast<std::int64_t>(holder.captured().calls.size());
   mark_static_outputs();
 }
 
@@ -197,7 +194,7 @@ void EngineSequences::capture_group(RecordedCalls& recorded, const std::vector<s
     call.site->variants.add({holder, i, call.guards, call.shape, call.structure, call.slot, call.stage,
                              recorded.continues(group[i], group)});
     call.site->to_record = false;
-    counts_.recaptured(std::exchange(call.site->captured_before, true) ? 1 : 0);
+    counts_.report.recaptures += std::exchange(call.site->captured_before, true) ? 1 : 0;
     recorded.outputs().for_each_of(group[i], [&](const c10::StorageImpl* storage, std::size_t output) {
       const CapturedCall& captured = holder->captured().calls[i];
       if (output < captured.outputs.size() && captured.outputs[output].kind == StaticOutput::Kind::made) {

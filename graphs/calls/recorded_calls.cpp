@@ -42,7 +42,7 @@ class BackwardWatch final {
       seen_->modes = CallModes::current(type_);
       seen_->begun.store(true);
       log_->backward(step_);
-      rest_->backward_begins();
+      rest_->close();
     }
   }
 

@@ -44,8 +44,9 @@ std::vector<bool> RecordedOutputs::released(std::size_t call, const EagerPlan& p
     if (output.call != call) {
       continue;
     }
-    const bool is_free = output.holder == Holder::none ||
-                         (output.holder == Holder::groups && plan.takes_along(output.storage._unsafe_get_target()));
+    const bool is_free =
+        output.holder == Holder::none ||
+        (output.holder == Holder::groups && plan.offloads_all_savers_of(output.storage._unsafe_get_target()));
     if (output.index >= result.size()) {  // the first run
       result.resize(output.index + 1, false);
       result[output.index] = is_free;

@@ -6,7 +6,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -174,11 +173,7 @@ void take_gradients(CapturedCall& call, SequenceCapture::Live& live, std::vector
       parameter.grad = grad.defined() ? live.computed.emplace_back(std::move(grad)) : at::Tensor();
       continue;
     }
-    if (accumulated ? !added->has(next_added++) : !grad.defined()) {
-      throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
-                         " got a gradient in the sizing pass, but gets none in the capture; let the callable do the "
-                         "same work each time");
-    }
+    require_gradient(parameter, accumulated ? added->has(next_added++) : grad.defined());
     if (!accumulated) {
       parameter.grad = std::move(grad);
     }
@@ -320,7 +315,8 @@ void capture_backward(SequenceCapture& capture, std::size_t index) {
     names.rethrow();
     observer.rethrow();
   }
-  // Else autograd may still have gradients, and free what its last node saved after the next graph has begun.
+  // Without this wait, autograd's thread may still hold gradients. It may also free what its last node saved after the next capture has
+  // begun.
   await_end_of_backward(capture.runtime.device());
   hold_reads(capture.reads, call);
   take_gradients(call, live, grads, added ? &*added : nullptr);

@@ -4,7 +4,6 @@
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/gradients/gradient_leaves.h"
@@ -44,8 +43,8 @@ void refuse_hooks_of_body(const std::string& name, const std::vector<at::Tensor>
   const std::vector<Node*> makers = makers_of(arguments);
   const std::unordered_set<const Node*> given(makers.begin(), makers.end());
   walk_autograd(makers_of(outputs), [&](Node& node) {
-    const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node);
-    if ((given.contains(&node) || (leaf != nullptr && holds(hidden, leaf->variable))) && has_hooks(node)) {
+    const at::Tensor* const leaf = leaf_of(&node);
+    if ((given.contains(&node) || (leaf != nullptr && holds(hidden, *leaf))) && has_hooks(node)) {
       throw CaptureError("graphed call \"" + name +
                          "\": it registers a gradient hook on an input or a parameter. In plain training such a hook "
                          "also gets gradients from outside of the call; register it outside of the call");
@@ -63,8 +62,8 @@ void refuse_to_run(Node& node, const std::string& call) { node.add_pre_hook(std:
 void CapturedHistory::add(const std::string& call, const std::vector<at::Tensor>& leaves,
                           const std::vector<at::Tensor>& parameters, const detail::TensorBuffer& outputs) {
   walk_autograd(makers_of(outputs), [&](Node& node) {
-    const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node);
-    if (leaf == nullptr || holds(leaves, leaf->variable) || holds(parameters, leaf->variable)) {
+    const at::Tensor* const leaf = leaf_of(&node);
+    if (leaf == nullptr || holds(leaves, *leaf) || holds(parameters, *leaf)) {
       nodes_.emplace_back(node.getptr(), call);
     }
   });

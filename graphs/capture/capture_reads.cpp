@@ -13,17 +13,17 @@
 namespace sidestream {
 namespace {
 
-bool lies_in(const at::Tensor& tensor, const c10::Storage& storage) {
+bool has_storage(const at::Tensor& tensor, const c10::Storage& storage) {
   return storage_impl_of(tensor) == storage.unsafeGetStorageImpl();
 }
 
 /// A weight's, which the call watches.
 bool is_registered(const CapturedCall& call, const c10::Storage& storage) {
   const auto any_in = [&](const std::vector<at::Tensor>& tensors) {
-    return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return lies_in(t, storage); });
+    return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return has_storage(t, storage); });
   };
   return std::any_of(call.parameters.begin(), call.parameters.end(),
-                     [&](const CallParameter& parameter) { return lies_in(parameter.tensor, storage); }) ||
+                     [&](const CallParameter& parameter) { return has_storage(parameter.tensor, storage); }) ||
          (call.spec.module != nullptr &&
           (any_in(call.spec.module->parameters()) || any_in(call.spec.module->buffers())));
 }
@@ -31,9 +31,9 @@ bool is_registered(const CapturedCall& call, const c10::Storage& storage) {
 /// Among what the call holds anyway.
 bool is_held(const CapturedCall& call, const c10::Storage& storage) {
   return std::any_of(call.inputs.begin(), call.inputs.end(),
-                     [&](const StaticInput& input) { return lies_in(input.tensor, storage); }) ||
+                     [&](const StaticInput& input) { return has_storage(input.tensor, storage); }) ||
          std::any_of(call.parameters.begin(), call.parameters.end(),
-                     [&](const CallParameter& parameter) { return lies_in(parameter.grad, storage); }) ||
+                     [&](const CallParameter& parameter) { return has_storage(parameter.grad, storage); }) ||
          std::any_of(call.reads.externals.begin(), call.reads.externals.end(), [&](const c10::Storage& held) {
            return held.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
          });

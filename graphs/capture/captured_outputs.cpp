@@ -55,9 +55,9 @@ at::Tensor owner_of(const CapturedCall& call, const at::Tensor& output, const Ex
   return found.defined() || !external ? found : output.detach();
 }
 
-class Sorter {
+class OutputSorter {
  public:
-  Sorter(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs)
+  OutputSorter(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs)
       : call_(call), leaves_(leaves), outputs_(outputs) {}
 
   void sort(std::size_t index, const SavedStorages& saved, const Exclusions& exclusions) {
@@ -182,7 +182,7 @@ class Sorter {
 void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, const detail::TensorBuffer& outputs,
                    const SavedStorages& saved, const Exclusions& exclusions) {
   call.outputs.resize(outputs.size());
-  Sorter sorter(call, leaves, outputs);
+  OutputSorter sorter(call, leaves, outputs);
   for (const auto i : c10::irange(outputs.size())) {
     sorter.sort(i, saved, exclusions);
     call.has_backward = call.has_backward || call.outputs[i].requires_grad;

@@ -6,9 +6,8 @@
 #include "sidestream/error.h"
 
 namespace sidestream {
-namespace {
 
-const char* words(GraphNode::Kind kind) {
+const char* kind_in_words(GraphNode::Kind kind) {
   switch (kind) {
     case GraphNode::Kind::kernel:
       return "kernel";
@@ -36,8 +35,10 @@ const char* words(GraphNode::Kind kind) {
   return "node";
 }
 
+namespace {
+
 /// True if [at, at + bytes) lies in [begin, begin + size).
-bool lies_in(const void* at, std::size_t bytes, const void* begin, std::size_t size) {
+bool contains(const void* begin, std::size_t size, const void* at, std::size_t bytes) {
   const auto* const from = static_cast<const std::byte*>(at);
   const auto* const start = static_cast<const std::byte*>(begin);
   return start != nullptr && from >= start && from + bytes <= start + size;
@@ -45,8 +46,8 @@ bool lies_in(const void* at, std::size_t bytes, const void* begin, std::size_t s
 
 /// True if the storage's pinned memory holds all of these bytes.
 bool is_leased_by(const SavedStorage& saved, const void* at, std::size_t bytes) {
-  const auto holds_it = [&](const SharedSlots::Part& part) { return lies_in(at, bytes, part.data, part.bytes); };
-  return (saved.lease && lies_in(at, bytes, saved.lease.data(), saved.lease.bytes())) ||
+  const auto holds_it = [&](const SharedSlots::Part& part) { return contains(part.data, part.bytes, at, bytes); };
+  return (saved.lease && contains(saved.lease.data(), saved.lease.bytes(), at, bytes)) ||
          std::any_of(saved.parts.begin(), saved.parts.end(), holds_it);
 }
 
@@ -104,7 +105,7 @@ bool works(GraphNode::Kind kind) {
 
 std::string describe_node(const std::vector<GraphNode>& nodes, std::size_t index, const NodeNames& names) {
   const GraphNode& node = nodes[index];
-  std::string text = std::string(words(node.kind)) + " (node " + std::to_string(index);
+  std::string text = std::string(kind_in_words(node.kind)) + " (node " + std::to_string(index);
   if (node.bytes > 0) {
     text += ", " + std::to_string(node.bytes) + " bytes";
   }
@@ -155,7 +156,7 @@ void check_copy_ends(const CapturedCopies& copies, Direction direction, const st
     const SavedStorage& saved = *copies.storages[copy.storage];
     const bool leased = is_leased_by(saved, copy.host, copy.bytes);
     const void* const end = direction == Direction::forward ? copy.source : copy.target;
-    const bool allocated = saved.device && lies_in(end, copy.bytes, saved.device.data(), saved.device.nbytes());
+    const bool allocated = saved.device && contains(saved.device.data(), saved.device.nbytes(), end, copy.bytes);
     if (!leased || !allocated) {
       throw CaptureError(what + ": a copy of " + std::to_string(copy.bytes) + " bytes of group \"" +
                          copies.groups[group].site.text() + "\" has its " +

@@ -11,6 +11,9 @@
 
 namespace sidestream {
 
+/// "kernel", "copy to the host" and so on.
+[[nodiscard]] const char* kind_in_words(GraphNode::Kind kind);
+
 /// Node `index` of `nodes` in words: what it is, and the operator and scope that it was captured in.
 [[nodiscard]] std::string describe_node(const std::vector<GraphNode>& nodes, std::size_t index, const NodeNames& names);
 

@@ -1,22 +1,16 @@
 #include "graphs/capture/observed_weights.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include <ATen/SequenceNumber.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "offload/version_stamp.h"
 #include "runtime/composite.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
-
-bool is_same(const c10::VariableVersion& a, const c10::VariableVersion& b) noexcept {
-  // One intrusive pointer, and no comparison offered.
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  return std::memcmp(&a, &b, sizeof(a)) == 0;
-}
 
 ObservedWeights::ObservedWeights(const ExternalReads& externals)
     : externals_(externals), first_node_(at::sequence_number::peek()) {}

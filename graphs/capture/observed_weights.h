@@ -14,9 +14,6 @@
 
 namespace sidestream {
 
-/// True if both are one counter: of one tensor, of its views and of what was detached from it.
-[[nodiscard]] bool is_same(const c10::VariableVersion& a, const c10::VariableVersion& b) noexcept;
-
 /// Watches one eager pass of a call for what its weights mean to a capture: which tensors from outside its backward reads,
 /// and whether it reads one that was computed outside from other weights.
 /// Threads: one at a time, as observers are called.

@@ -235,27 +235,21 @@ void SequenceCapture::record_caller_event() const {
 void check_captured(const SequenceCapture& capture, std::size_t index, Direction direction) {
   const CapturedCall& call = capture.sequence.calls[index];
   const bool forward = direction == Direction::forward;
-  const CapturedCall::OneGraph& captured = forward ? call.forward : call.backward;
+  const bool weights = direction == Direction::weights;
+  const CapturedCall::OneGraph& captured = forward ? call.forward : weights ? call.weights : call.backward;
   std::vector<const ExternalEvent*> ready;
   for (const CapturedCopies::Group& group : call.copies.captured.groups) {
     for (const ExternalEvent& event : group.ready) {
       ready.push_back(&event);
     }
   }
-  const std::string what = capture.sequence.describe(index) + (forward ? ", forward" : ", backward");
+  const std::string what = capture.sequence.describe(index) + (forward   ? ", forward"
+                                                               : weights ? ", weight gradients"
+                                                                         : ", backward");
   const std::vector<GraphNode> nodes = capture.runtime.nodes(captured.graph);
   check_graph_events(nodes, captured.names, captured.done, forward ? ready : std::vector<const ExternalEvent*>(), what);
   check_nodes(nodes, captured.names, call.copies.captured, what);
   check_copy_ends(call.copies.captured, direction, what);
-}
-
-void check_captured_weights(const SequenceCapture& capture, std::size_t index) {
-  const CapturedCall& call = capture.sequence.calls[index];
-  const std::string what = capture.sequence.describe(index) + ", weight gradients";
-  const std::vector<GraphNode> nodes = capture.runtime.nodes(call.weights.graph);
-  check_graph_events(nodes, call.weights.names, call.weights.done, {}, what);
-  check_nodes(nodes, call.weights.names, call.copies.captured, what);
-  check_copy_ends(call.copies.captured, Direction::weights, what);
 }
 
 std::shared_ptr<GraphSequence> capture_sequence(const GraphResources& resources, std::vector<CallSpec> specs,

@@ -105,8 +105,6 @@ void learn_outputs(CapturedCall& call, const std::vector<at::Tensor>& leaves, co
                    const SavedStorages& saved, const Exclusions& exclusions);
 /// Checks the graph of call `index` that was captured last: see graph_check.h.
 void check_captured(const SequenceCapture& capture, std::size_t index, Direction direction);
-/// The same for the graph of its delayed parameters.
-void check_captured_weights(const SequenceCapture& capture, std::size_t index);
 /// The graphs of `call` will read its weights where they lie now.
 void take_facts(CapturedCall& call);
 /// From now on each replay compares `tensor`, which `call` reads and its module does not have.

@@ -26,18 +26,22 @@
 #include "graphs/gradients/gradient_leaves.h"
 #include "memory/storage_view.h"
 #include "observe/operator_observer.h"
-#include "offload/sizing.h"
+#include "offload/saved_storage.h"
+#include "offload/version_stamp.h"
 #include "runtime/composite.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
 
-/// A backward whose weight gradients are delayed, in its two parts. Learns which saved storages the first part reads: what LibTorch's own
-/// nodes give to operators, and all that other nodes unpack. LibTorch's own nodes unpack also what they do not read.
+/// Offloads nothing: the backward of the sizing pass follows at once. If weight gradients are delayed, that backward has two parts. This
+/// class learns which saved storages the first part reads: what LibTorch's own nodes give to operators, and all that other nodes unpack.
+/// LibTorch's own nodes unpack also what they do not read.
 /// Threads: autograd's, while the caller waits.
-class SplitSizing final : public SizingMover {
+class SplitSizing final : public StorageMover {
  public:
+  void group_ended(Group& /*group*/) override {}
+  void dropped(SavedStorage& /*storage*/) noexcept override {}
   c10::Storage fetch(SavedStorage& storage) override {
     if (in_first_) {
       if (const auto node = torch::autograd::get_current_node(); node == nullptr || !computes_only_needed(*node)) {

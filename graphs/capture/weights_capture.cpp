@@ -2,7 +2,6 @@
 #include <utility>
 #include <vector>
 
-#include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -10,6 +9,7 @@
 #include "graphs/capture/node_naming.h"
 #include "graphs/capture/sequence_capture.h"
 #include "graphs/gradients/backward_split.h"
+#include "graphs/gradients/call_gradients.h"
 #include "graphs/guards/call_spec.h"
 #include "graphs/outputs/storage_holders.h"
 #include "memory/storage_view.h"
@@ -84,14 +84,6 @@ void allocate_weights_targets(SequenceCapture& capture, std::size_t index) {
   }
 }
 
-void require_gradient(const CallParameter& parameter, const at::Tensor& grad) {
-  if (!grad.defined()) {
-    throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
-                       " got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
-                       "work each time");
-  }
-}
-
 }  // namespace
 
 std::vector<at::Tensor> run_first_part(SequenceCapture& capture, std::size_t index,
@@ -120,7 +112,7 @@ std::vector<at::Tensor> run_first_part(SequenceCapture& capture, std::size_t ind
   std::vector<at::Tensor> made = split.run_first(seeds);
   for (const auto i : c10::irange(delayed.size())) {
     if (!split.in_second(i)) {
-      require_gradient(call.parameters[delayed[i]], made[order.size() - delayed.size() + i]);
+      require_gradient(call.parameters[delayed[i]], made[order.size() - delayed.size() + i].defined());
     }
   }
   std::vector<at::Tensor> grads(targets.size());
@@ -167,13 +159,13 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
     call.weights.graph = guard.end();
     capture.weights_use->capture_ended();
     await_end_of_backward(capture.runtime.device());
-    check_captured_weights(capture, index);
+    check_captured(capture, index, Direction::weights);
   }
   CaptureOffload::release(call.copies.captured);
   for (const auto i : c10::irange(delayed.size())) {
     CallParameter& parameter = call.parameters[delayed[i]];
     if (split.in_second(i)) {
-      require_gradient(parameter, grads[i]);
+      require_gradient(parameter, grads[i].defined());
       parameter.grad = grads[i];
     }
     parameter.grad = not_owning(parameter.grad);

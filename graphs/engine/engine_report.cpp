@@ -186,7 +186,7 @@ void append_buckets(const EngineCounts& counts, std::vector<std::string>& notes)
 }  // namespace
 
 Report EngineState::report() const {
-  Report report = counts_.counted();
+  Report report = counts_.report;
   const HostArenaStats pinned = resources_.arena->stats();
   report.pinned_bytes = static_cast<std::int64_t>(pinned.pinned);
   report.pinned_requested_bytes = static_cast<std::int64_t>(pinned.requested);
@@ -238,12 +238,12 @@ Report EngineState::report() const {
   append_dropped(calls_, resources_.options.call_options().max_captures(), report.notes);
   append_order(chunks_, resources_.options, report.notes);
   append_buckets(counts_, report.notes);
-  if (const std::int64_t small = counts_.small_bytes();
+  if (const std::int64_t small = counts_.small_bytes;
       small > report.saved_bytes && small >= static_cast<std::int64_t>(resources_.options.min_bytes()) &&
       !resources_.options.offload_patterns().empty()) {
     report.notes.push_back(
         "storages below Options::min_bytes, which stay on the device, have more bytes than all others (" +
-        mebibytes(counts_.small_bytes()) + "): lower min_bytes, or compute experts as one product");
+        mebibytes(counts_.small_bytes) + "): lower min_bytes, or compute experts as one product");
   }
   budget_.add_to(report);
   // A capture forbids to wait for the device.

@@ -141,7 +141,7 @@ void EngineState::reset() {
 
 void EngineState::set_activation_offloading(const std::vector<NamePatterns>& named, bool on) {
   refuse_inside_step("OffloadEngine::set_activation_offloading");
-  if (counts_.steps() > 0) {
+  if (counts_.report.steps > 0) {
     for (const NamePatterns& each : named) {
       resources_.tree.require_known(each);
     }

@@ -47,7 +47,7 @@ class EngineState {
   void copied_in_graph(const CopyCounts& copies) noexcept;
   /// `failed`: an exception is on its way.
   void end_step(bool failed);
-  /// Of a step that went well.
+  /// Ends the trace of a step that did not fail.
   void end_trace();
   /// Throws: UsageError on another thread than the step began on, and inside of a call.
   void check_end_of_step() const;
@@ -81,7 +81,6 @@ class EngineState {
   [[nodiscard]] std::shared_ptr<const torch::nn::Module> model() const { return calls_.model(); }
   [[nodiscard]] const CallTable& calls() const noexcept { return calls_; }
   [[nodiscard]] ScopeTree& tree() noexcept { return resources_.tree; }
-  [[nodiscard]] Exclusions& exclusions() noexcept { return resources_.exclusions; }
   void mark_not_offload(const at::Tensor& tensor);
   [[nodiscard]] Runtime& runtime() noexcept { return *resources_.runtime; }
   [[nodiscard]] EngineResources& resources() noexcept { return resources_; }
@@ -95,9 +94,9 @@ class EngineState {
   /// Throws the error that a destructor could not throw.
   void throw_kept();
   void refuse_inside(const char* what) const;
-  /// The same, and inside of a graphed call or on another thread than that of the step, if there is one.
+  /// Throws: UsageError as refuse_inside, inside of a graphed call, and on another thread than the step's.
   void refuse_in_call(const char* what) const;
-  /// The same, and outside of a step.
+  /// Throws: UsageError as refuse_in_call, and outside of a step.
   void refuse_outside_of_step(const char* what) const;
   /// Throws inside of a capture, and inside of a step.
   void refuse_inside_step(const std::string& what);
@@ -111,7 +110,7 @@ class EngineState {
   void refuse_missing_weights(bool failed);
   /// The current stream waits for the copies of all sequences. Returns the counts of the step.
   [[nodiscard]] GraphSequence::Counts join_sequences(PartsOfEnd& parts);
-  /// Of a step that went well.
+  /// Takes the counts of a step that did not fail into the report.
   void take_results(StepSession& step, const CopyCounts& copies);
 
   std::shared_ptr<const torch::nn::Module> model_;  ///< shares ownership if it has an owner

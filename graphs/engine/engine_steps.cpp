@@ -64,12 +64,12 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
   } else {
     resources_.exclusions.refresh_parameters();
   }
-  resources_.check.begin_step(counts_.steps());
+  resources_.check.begin_step(counts_.report.steps);
   if (sizes) {
     lasting_before_sizing_ = lasting_bytes();
   } else {
     if (const auto before = std::exchange(lasting_before_sizing_, std::nullopt)) {
-      counts_.left_by_sizing(lasting_bytes() - *before);
+      counts_.report.sizing_peak_bytes += lasting_bytes() - *before;
     }
     making_ready_ = true;
     try {
@@ -79,7 +79,7 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
       throw;
     }
     making_ready_ = false;
-    memory_.begin(counts_.captures());
+    memory_.begin(counts_.report.captures);
   }
   step_.emplace(resources_, context_, eager_plan_, recorded_, counts_);
   try {
@@ -88,7 +88,7 @@ void EngineState::begin_step(const std::vector<PipelineStep>* order) {
     }
     chunks_.step_begun();
     if (step_->kind() == StepSession::Kind::planned) {
-      resources_.mover->trace().step_begins(counts_.captures(), budget_.step_begins(counts_.captures()));
+      resources_.mover->trace().step_begins(counts_.report.captures, budget_.step_begins(counts_.report.captures));
     }
     if (verification_ != nullptr) {
       verification_->begin_step();
@@ -113,7 +113,7 @@ void EngineState::make_ready() {
       sequences_.follow_weights(calls_);
     }
     if (budget_.due()) {
-      budget_.make(counts_.captures());
+      budget_.make(counts_.report.captures);
     }
     sequences_.drop_least_used(calls_, recorded_);
     sequences_.capture_recorded(recorded_);
@@ -187,7 +187,7 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
     case StepSession::Kind::sizing:
       counts_.step_ended(step.recorder(), copies, step.sizing_peak().peak());
       counts_.sizing_ended(step.recorder(), step.sizing_peak().without_offload());
-      counts_.small_storages(step.recorder().small_bytes());
+      counts_.small_bytes = static_cast<std::int64_t>(step.recorder().small_bytes());
       eager_plan_.learn(step.recorder(), resources_.eager->events(), resources_.eager->limits());
       break;
     case StepSession::Kind::planned:
@@ -198,13 +198,13 @@ void EngineState::take_results(StepSession& step, const CopyCounts& copies) {
       }
       break;
   }
-  chunks_.report(counts_.chunks());
-  counts_.count_step();
+  chunks_.report(counts_.report.chunks);
+  ++counts_.report.steps;
 }
 
 void EngineState::end_trace() {
   const bool traced =
-      resources_.mover->trace().step_ended(counts_.steps() + 1, [&](std::uint64_t number, TracedSpan& span) {
+      resources_.mover->trace().step_ended(counts_.report.steps + 1, [&](std::uint64_t number, TracedSpan& span) {
         if (const RunningChunk* const chunk = chunks_.find(number)) {
           span.stage = chunk->id.stage;
           span.microbatch = chunk->id.microbatch;

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "graphs/calls/engine_sequences.h"
+#include "graphs/capture/graph_check.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -95,28 +96,21 @@ class Drawing {
     const auto event = events_.find(node.event);
     const std::string event_name = event == events_.end() ? "an event of the caller's" : event->second;
     switch (node.kind) {
-      case GraphNode::Kind::kernel:
-        return known_as("kernel");
-      case GraphNode::Kind::copy_to_host:
-        return known_as("copy to the host");
-      case GraphNode::Kind::copy_to_device:
-        return known_as("copy to the device");
-      case GraphNode::Kind::copy:
-        return known_as("copy");
-      case GraphNode::Kind::memset:
-        return known_as("memset");
       case GraphNode::Kind::event_record:
         return "record " + event_name;
       case GraphNode::Kind::event_wait:
         return "wait for " + event_name;
       case GraphNode::Kind::empty:
         return "join";
+      case GraphNode::Kind::kernel:
+      case GraphNode::Kind::copy_to_host:
+      case GraphNode::Kind::copy_to_device:
+      case GraphNode::Kind::copy:
+      case GraphNode::Kind::memset:
       case GraphNode::Kind::host:
-        return known_as("host function");
       case GraphNode::Kind::child:
-        return known_as("child graph");
       case GraphNode::Kind::other:
-        return known_as("other");
+        return known_as(kind_in_words(node.kind));
     }
     return {};
   }

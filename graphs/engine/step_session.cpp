@@ -27,12 +27,13 @@ StepSession::StepSession(EngineResources& resources, const CallContext& context,
   allocated_at_begin_ = resources.runtime->memory_stats().allocated;
   recording_.emplace(&*recorder_);
   if (resources.syncs != nullptr) {
-    resources.syncs->begin_step(finding_syncs_, counts.captures());
+    resources.syncs->begin_step(finding_syncs_, counts.report.captures);
   }
-  resources.check.journal_step(journaling_, counts.steps());
+  resources.check.journal_step(journaling_, counts.report.steps);
   on_thread_.emplace(context, &recorder_->blocks());
   if (kind_ == Kind::sizing) {
-    resources.eager->begin_sizing_step([this, &counts](std::int64_t away) { counts.unseen(unseen_bytes(away)); });
+    resources.eager->begin_sizing_step(
+        [this, &counts](std::int64_t away) { counts.report.unseen_bytes = unseen_bytes(away); });
   } else {
     resources.eager->begin_step();
   }
@@ -69,7 +70,7 @@ void StepSession::leave_thread() noexcept {
 void StepSession::stop_sizing() noexcept {
   if (kind_ == Kind::sizing && !sizing_peak_) {
     sizing_peak_ = resources_.eager->end_sizing_step();
-    resources_.rest->step_ends();
+    resources_.rest->close();
   }
 }
 

@@ -32,7 +32,7 @@ class StepSession {
   StepSession& operator=(const StepSession&) = delete;
   ~StepSession();
 
-  /// That it began on.
+  /// The thread on which the step began.
   [[nodiscard]] std::thread::id thread() const noexcept { return thread_; }
   [[nodiscard]] Kind kind() const noexcept { return kind_; }
   /// The thread is as it was before the step: its engine, its recorder, its observer.
@@ -46,9 +46,9 @@ class StepSession {
   void stop_sizing() noexcept;
 
   [[nodiscard]] const SavedTensorRecorder& recorder() const noexcept { return *recorder_; }
-  /// In it.
+  /// What ran out of memory in this step.
   [[nodiscard]] const MemoryShortage& shortage() const noexcept { return shortage_; }
-  /// Of a sizing step that was stopped.
+  /// The peaks of a sizing step. Call stop_sizing first.
   [[nodiscard]] SizingPeak& sizing_peak() { return *sizing_peak_; }
 
  private:

@@ -12,7 +12,6 @@
 #include <c10/util/Type.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -21,25 +20,10 @@
 namespace sidestream {
 namespace {
 
-using torch::autograd::AccumulateGrad;
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-
-std::vector<Node*> nodes_of(const edge_list& edges) {
-  std::vector<Node*> nodes;
-  for (const Edge& edge : edges) {
-    nodes.push_back(edge.function.get());
-  }
-  return nodes;
-}
-
-/// The leaf that `node` accumulates into; null for any other node.
-const c10::TensorImpl* leaf_of(const Node& node) {
-  const auto* leaf = dynamic_cast<const AccumulateGrad*>(&node);
-  return leaf == nullptr ? nullptr : leaf->variable.unsafeGetTensorImpl();
-}
 
 /// Every node that `roots` lead to, each after the nodes that it leads to.
 std::vector<std::shared_ptr<Node>> leaves_first(const edge_list& roots) {
@@ -169,7 +153,8 @@ class BackwardSplit::Cut {
     std::set<std::size_t> whole;  // join at a node that computes all gradients
     for (const auto& node : order_) {
       Reach& own = reach[node.get()];
-      if (const c10::TensorImpl* const leaf = leaf_of(*node); leaf != nullptr) {
+      if (const at::Tensor* const variable = leaf_of(node.get()); variable != nullptr) {
+        const c10::TensorImpl* const leaf = variable->unsafeGetTensorImpl();
         const auto found = std::find(delayed_.begin(), delayed_.end(), leaf);
         const auto index = static_cast<std::size_t>(found - delayed_.begin());
         const bool late = found != delayed_.end() && !split_.in_first_[index];

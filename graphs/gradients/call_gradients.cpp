@@ -47,7 +47,7 @@ bool is_in_place(const AccumulatedGradient& gradient) {
   return accumulator == nullptr || (accumulator->post_hooks().empty() && accumulator->pre_hooks().empty());
 }
 
-bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return lies_in(grad, parameter.grad); }
+bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return is_part_of(grad, parameter.grad); }
 
 /// True if `grad` has all of its storage and no other tensor can use a part of it. False for a seed that is handed on, for the one
 /// gradient of a sum's two terms, and for an expanded number. A product's gradient is a transposed view, and only the view has its base.
@@ -142,7 +142,15 @@ bool held_by_parameter_alone(const at::Tensor& grad, const at::Tensor& attached,
          grad.device() == memory.device() && !grad.requires_grad();
 }
 
-bool lies_in(const at::Tensor& grad, const at::Tensor& memory) {
+void require_gradient(const CallParameter& parameter, bool has_gradient) {
+  if (!has_gradient) {
+    throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
+                       " got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
+                       "work each time");
+  }
+}
+
+bool is_part_of(const at::Tensor& grad, const at::Tensor& memory) {
   return grad.const_data_ptr() == memory.const_data_ptr() && grad.strides() == memory.strides();
 }
 
@@ -152,7 +160,7 @@ void take_values(const at::Tensor& memory, const at::Tensor& grad) {
 }
 
 const at::Tensor& in_graphs_memory(const at::Tensor& attached, const at::Tensor& memory) {
-  if (!lies_in(attached, memory)) {
+  if (!is_part_of(attached, memory)) {
     attached.set_data(memory);
   }
   return attached;
@@ -164,7 +172,7 @@ OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
     const OwnedGradient gradient{at::Tensor(known->second.attached.lock()), at::Tensor(known->second.memory.lock())};
     if (gradient.memory.sizes() == parameter.sizes() && gradient.memory.scalar_type() == parameter.scalar_type() &&
         gradient.memory.device() == parameter.device()) {
-      if (!lies_in(gradient.attached, gradient.memory)) {
+      if (!is_part_of(gradient.attached, gradient.memory)) {
         throw UsageError("a capture adds into the .grad of a parameter of shape " + c10::str(parameter.sizes()) +
                          " that other graphs add into, but that .grad was given other memory since (set_data). Set "
                          ".grad to none, and run a backward of those graphs before the capture");

@@ -42,6 +42,9 @@ struct CallParameter {
   OutputSet outputs = all_outputs;           ///< the outputs that lead to it in autograd's graph
 };
 
+/// `has_gradient`: in the capture. Throws: CaptureError if the parameter has none there.
+void require_gradient(const CallParameter& parameter, bool has_gradient);
+
 /// Inside the capture of the backward: an owned parameter's gradient keeps the memory that the graph writes, as long as the graph lives.
 void give_memory(CallParameter& parameter);
 
@@ -66,7 +69,7 @@ struct OwnedGradient {
 };
 
 /// True if `grad` is a gradient in `memory`, and no view of it with other strides (`grad.t()`).
-[[nodiscard]] bool lies_in(const at::Tensor& grad, const at::Tensor& memory);
+[[nodiscard]] bool is_part_of(const at::Tensor& grad, const at::Tensor& memory);
 
 /// Puts the values of a `.grad` into the graphs' memory. The `.grad` is then dropped, and another stream may have made it.
 void take_values(const at::Tensor& memory, const at::Tensor& grad);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "offload/autograd_walk.h"
@@ -40,8 +39,8 @@ std::vector<OutputSet> gradient_routes(const std::vector<at::Tensor>& outputs, c
   std::vector<OutputSet> routes(targets.size(), 0);
   for (std::size_t output = 0; output < outputs.size(); ++output) {
     walk_autograd(makers_of(outputs[output]), [&](const torch::autograd::Node& node) {
-      if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); leaf != nullptr) {
-        if (const auto found = indices.find(leaf->variable.unsafeGetTensorImpl()); found != indices.end()) {
+      if (const at::Tensor* const leaf = leaf_of(&node); leaf != nullptr) {
+        if (const auto found = indices.find(leaf->unsafeGetTensorImpl()); found != indices.end()) {
           routes[found->second] |= output_bit(output);
         }
       }
@@ -52,8 +51,8 @@ std::vector<OutputSet> gradient_routes(const std::vector<at::Tensor>& outputs, c
 
 at::Tensor leaf_itself(const at::Tensor& leaf) {
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
-  const auto* own = dynamic_cast<const torch::autograd::AccumulateGrad*>(accumulator.get());
-  return own == nullptr ? leaf : own->variable;
+  const at::Tensor* const own = leaf_of(accumulator.get());
+  return own == nullptr ? leaf : *own;
 }
 
 }  // namespace sidestream

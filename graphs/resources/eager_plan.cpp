@@ -67,7 +67,7 @@ void EagerPlan::learn_runs(const std::vector<std::uint64_t>& selected) {
   }
 }
 
-bool EagerPlan::takes_along(const c10::StorageImpl* storage) const {
+bool EagerPlan::offloads_all_savers_of(const c10::StorageImpl* storage) const {
   for (const auto i : c10::irange(identities_.size())) {
     if (identities_[i].storage._unsafe_get_target() != storage) {
       continue;

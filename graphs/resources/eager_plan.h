@@ -31,7 +31,7 @@ class EagerPlan {
   void learn(const SavedTensorRecorder& recorder, const std::vector<GroupEvent>& order, const CopyLimits& limits);
   /// False if a group that saved `storage` in that pass stays, and is no captured call's group. If the pass did not save the storage, a
   /// step under the plan saved it.
-  [[nodiscard]] bool takes_along(const c10::StorageImpl* storage) const;
+  [[nodiscard]] bool offloads_all_savers_of(const c10::StorageImpl* storage) const;
   /// Before `make`: from now on a graph makes what lay in `storage` in that pass, at each replay. Where it has `given_back` the memory,
   /// it is offloaded with the eager groups that save it; else it stays.
   void captured(const c10::StorageImpl* storage, bool given_back);

@@ -32,7 +32,7 @@ LiveMemory::Peak StepMemory::end() {
   if (measurement_) {
     latest_ = measurement_->peak();
     measurement_.reset();
-    if (Measured* const known = like_this(latest_.allocated)) {
+    if (Measured* const known = find_measured_with_peak(latest_.allocated)) {
       known->peak = latest_;
       return latest_;
     }
@@ -44,7 +44,7 @@ LiveMemory::Peak StepMemory::end() {
     return latest_;
   }
   ++since_;
-  if (const Measured* const known = like_this(runtime_->memory_stats().allocated_peak)) {
+  if (const Measured* const known = find_measured_with_peak(runtime_->memory_stats().allocated_peak)) {
     distance_ = unknown_ ? distance_ : 0;
     latest_ = known->peak;
     LiveMemory::of(runtime_->device()).tell_peak(latest_.live);
@@ -54,7 +54,7 @@ LiveMemory::Peak StepMemory::end() {
   return latest_;
 }
 
-StepMemory::Measured* StepMemory::like_this(std::int64_t allocated_peak) {
+StepMemory::Measured* StepMemory::find_measured_with_peak(std::int64_t allocated_peak) {
   const auto known = std::find_if(measured_.begin(), measured_.end(), [&](const Measured& measured) {
     return measured.peak.allocated == allocated_peak && measured.allocated_at_begin == allocated_at_begin_;
   });
@@ -88,9 +88,7 @@ void EagerMemoryEstimate::look() {
   measurement_.emplace(*runtime_);
 }
 
-void EagerMemoryEstimate::backward_begins() noexcept { step_ends(); }
-
-void EagerMemoryEstimate::step_ends() noexcept {
+void EagerMemoryEstimate::close() noexcept {
   try {
     call_begins();
   } catch (const std::exception&) {  // the device has failed: the count is kept as it is

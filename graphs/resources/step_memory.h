@@ -31,7 +31,7 @@ class StepMemory {
     LiveMemory::Peak peak;
   };
   /// The measured step with this peak that began as this one; or null.
-  [[nodiscard]] Measured* like_this(std::int64_t allocated_peak);
+  [[nodiscard]] Measured* find_measured_with_peak(std::int64_t allocated_peak);
 
   std::shared_ptr<Runtime> runtime_;
   std::int64_t captures_ = 0;
@@ -56,9 +56,8 @@ class EagerMemoryEstimate {
   /// Around the eager run of a call that will be captured. In other steps they do nothing.
   void call_begins();
   void call_ends();
-  /// Of such a call; nothing is counted from here on.
-  void backward_begins() noexcept;
-  void step_ends() noexcept;
+  /// Ends the measurement of the call. Later changes are not counted. Call it when a backward begins, and when the step ends.
+  void close() noexcept;
 
   /// Bytes, at most at one moment; 0 if no sizing step has ended.
   [[nodiscard]] std::int64_t bytes() const;

@@ -106,7 +106,7 @@ void DelayedWeights::compute_all(Accepts accepts) {
   while (const std::optional<Found> found = find(accepts)) {
     if (const std::exception_ptr error = compute(*found)) {
       while (const std::optional<Found> rest = find(accepts)) {
-        rest->sequence->drop_weights(rest->call);
+        rest->sequence->settle_weights(rest->call);
         forget(*rest);
       }
       std::rethrow_exception(error);
@@ -158,7 +158,7 @@ std::string DelayedWeights::drop_if(c10::function_ref<bool(const Entry&)> matche
       entries_.erase(found);
     }
     if (const auto sequence = entry.sequence.lock()) {
-      sequence->drop_weights(entry.call);
+      sequence->settle_weights(entry.call);
       if (first.empty()) {
         first = sequence->captured().calls[entry.call].spec.name;
       }

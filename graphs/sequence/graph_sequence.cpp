@@ -210,7 +210,7 @@ void GraphSequence::drop_graphs(std::size_t index) {
   streams_.synchronize();
   CapturedCall& call = captured_.calls[index];
   drop_pending(index, call.replay.generation);
-  drop_weights(index);
+  settle_weights(index);
   call.forward.graph.reset();
   call.backward.graph.reset();
   call.weights.graph.reset();

@@ -48,7 +48,7 @@ class PendingBackwards {
     const std::lock_guard lock(memory_.mutex());
     return any_run();
   }
-  /// The same. The caller holds the mutex.
+  /// As any(). The caller holds the mutex.
   [[nodiscard]] bool any_run() const noexcept { return !weights_.empty() || !runs_.empty(); }
   /// True if `holds` is true of any of these calls. Looks at all calls.
   template <class Holds>
@@ -165,8 +165,8 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// May be repeated until take_weights. Returns copies; undefined if no output that leads there got a gradient.
   /// Throws: UsageError; nothing has been queued then.
   [[nodiscard]] std::vector<at::Tensor> replay_weights(std::size_t call);
-  /// They will not be computed: the call may replay again.
-  void drop_weights(std::size_t call) noexcept;
+  /// They are computed, or will not be: the call may replay again.
+  void settle_weights(std::size_t call) noexcept;
   /// No backward will come for the forward `generation` of `call`.
   void drop_pending(std::size_t call, std::uint64_t generation) noexcept;
   /// The current stream waits for all copies that replays have queued.
@@ -199,7 +199,8 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void await_failed_weights(std::size_t graph_index, std::unique_lock<std::recursive_mutex>& lock) const;
   /// After the backward of `call` was launched.
   void delay_weights(std::size_t call, OutputSet used);
-  void settle_weights(std::size_t call) noexcept;
+  /// Notes that no replay uses the pool, if no backward is pending.
+  void settle_idle() noexcept;
   void drop_graphs(std::size_t call);
   /// After the graphs were dropped: blocks the host until no tensor that this sequence gave out is read in its memory.
   void release_memory() noexcept;

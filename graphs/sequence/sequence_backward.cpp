@@ -182,6 +182,10 @@ void GraphSequence::give_up_later_calls(std::size_t graph_index) noexcept {
 
 void GraphSequence::settle_pending(std::size_t index) noexcept {
   pending_.end(index);
+  settle_idle();
+}
+
+void GraphSequence::settle_idle() noexcept {
   if (!pending_.any_run()) {
     use_.idle(captured_.ungiven_bytes());
   }

@@ -66,18 +66,11 @@ LeafGradients GraphSequence::take_weights(std::size_t index) {
 }
 
 void GraphSequence::settle_weights(std::size_t index) noexcept {
-  CapturedCall& call = captured_.calls[index];
-  if (std::exchange(call.replay.weights_delayed, false)) {
-    pending_.weights_computed(index);
-    if (!pending_.any_run()) {
-      use_.idle(captured_.ungiven_bytes());
-    }
-  }
-}
-
-void GraphSequence::drop_weights(std::size_t index) noexcept {
   const std::lock_guard lock(mutex_);
-  settle_weights(index);
+  if (std::exchange(captured_.calls[index].replay.weights_delayed, false)) {
+    pending_.weights_computed(index);
+    settle_idle();
+  }
 }
 
 }  // namespace sidestream

@@ -71,9 +71,6 @@ class WholeStepBody {
   class AttachedForUpdate;
 
   [[nodiscard]] std::vector<at::Tensor> known_leaves() const;
-  void prepare_gradients();
-  /// For a captured update that accumulates over calls. Throws: UsageError if a parameter that the loss does not reach has a gradient.
-  void refuse_gradients_of_others() const;
   /// The target of `leaf`; makes it if there is none.
   [[nodiscard]] std::size_t target_of(const at::Tensor& leaf);
   /// Call after an update: notes its parameters that are neither in the module nor reached by the loss. Throws: as

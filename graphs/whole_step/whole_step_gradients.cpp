@@ -7,7 +7,6 @@
 #include <c10/util/StringUtil.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "graphs/gradients/call_gradients.h"
 #include "graphs/gradients/gradient_leaves.h"
@@ -22,8 +21,8 @@ namespace {
 std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
   std::vector<at::Tensor> leaves;
   walk_autograd(makers_of(loss), [&](const torch::autograd::Node& node) {
-    if (const auto* accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node); accumulator != nullptr) {
-      leaves.push_back(accumulator->variable);
+    if (const at::Tensor* const leaf = leaf_of(&node); leaf != nullptr) {
+      leaves.push_back(*leaf);
     }
   });
   return leaves;
@@ -32,7 +31,7 @@ std::vector<at::Tensor> leaves_of(const at::Tensor& loss) {
 /// Throws: UsageError if the gradient cannot be initialised with `.grad`.
 void refuse_foreign(const std::string& name, const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
-  if (grad.defined() && !lies_in(grad, target.gradient.memory) &&
+  if (grad.defined() && !is_part_of(grad, target.gradient.memory) &&
       !held_by_parameter_alone(grad, target.gradient.attached, target.gradient.memory)) {
     throw UsageError("graphed step \"" + name +
                      "\": the .grad of a parameter is not the tensor that its graph adds into, and other code holds a "
@@ -45,7 +44,7 @@ void begin_with_grad(const WholeStepBody::Target& target) {
   const at::Tensor& grad = target.parameter.grad();
   if (!grad.defined()) {
     target.gradient.memory.zero_();
-  } else if (!lies_in(grad, target.gradient.memory)) {
+  } else if (!is_part_of(grad, target.gradient.memory)) {
     take_values(target.gradient.memory, grad);
   }
 }
@@ -160,35 +159,22 @@ void WholeStepBody::refuse_frozen_gradients() const {
 void WholeStepBody::prepare() {
   refuse_hooks();
   refuse_frozen_gradients();
-  prepare_gradients();
-}
-
-void WholeStepBody::prepare_gradients() {
   if (!given_->accumulate) {
     return;
   }
   for (const Target& target : targets_) {
     refuse_foreign(given_->name, target);
   }
-  refuse_gradients_of_others();
-  const at::NoGradGuard no_grad;
-  for (const Target& target : targets_) {
-    begin_with_grad(target);
-  }
-}
-
-void WholeStepBody::refuse_gradients_of_others() const {
-  if (!given_->update) {
-    return;
-  }
-  for (const at::Tensor& leaf : leaves_) {
-    const auto is_met = [&](std::size_t i) { return met_in_graph_[i] && targets_[i].parameter.is_same(leaf); };
-    const auto targets = c10::irange(std::min(targets_.size(), met_in_graph_.size()));
-    if (leaf.grad().defined() && std::none_of(targets.begin(), targets.end(), is_met)) {
+  for (const at::Tensor& leaf : leaves_without_in_graph_) {
+    if (given_->update && leaf.grad().defined()) {
       throw UsageError("graphed step \"" + given_->name +
                        "\": a parameter that its loss does not depend on has a gradient, but the captured update would "
                        "skip that parameter. Clear the gradient, or update eagerly after the step");
     }
+  }
+  const at::NoGradGuard no_grad;
+  for (const Target& target : targets_) {
+    begin_with_grad(target);
   }
 }
 

@@ -41,9 +41,9 @@ bool aliases(const at::Tensor& a, const at::Tensor& b) {
   return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage());
 }
 
-class Sorter {
+class TouchSorter {
  public:
-  Sorter(const OperatorAccess& access, c10::Device device) : access_(access), device_(device) {
+  TouchSorter(const OperatorAccess& access, c10::Device device) : access_(access), device_(device) {
     const auto on_device = [&](const at::Tensor& tensor) { return tensor.defined() && tensor.device() == device; };
     for (const c10::ArrayRef<at::Tensor> tensors : {access.reads, access.outputs}) {
       uses_device_ = uses_device_ || std::any_of(tensors.begin(), tensors.end(), on_device);
@@ -125,6 +125,8 @@ class Sorter {
 
 }  // namespace
 
-OperatorTouches touches_of(const OperatorAccess& access, c10::Device device) { return Sorter(access, device).sort(); }
+OperatorTouches touches_of(const OperatorAccess& access, c10::Device device) {
+  return TouchSorter(access, device).sort();
+}
 
 }  // namespace sidestream

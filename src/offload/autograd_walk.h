@@ -7,6 +7,7 @@
 #include <c10/util/ArrayRef.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 namespace sidestream {
 
@@ -49,6 +50,21 @@ void walk_autograd(const std::vector<torch::autograd::Node*>& roots, const Visit
     }
   }
   return nodes;
+}
+
+/// The nodes to which `edges` lead.
+[[nodiscard]] inline std::vector<torch::autograd::Node*> nodes_of(const torch::autograd::edge_list& edges) {
+  std::vector<torch::autograd::Node*> nodes;
+  for (const torch::autograd::Edge& edge : edges) {
+    nodes.push_back(edge.function.get());
+  }
+  return nodes;
+}
+
+/// The leaf whose gradient `node` accumulates. Null for any other node, and for null.
+[[nodiscard]] inline const at::Tensor* leaf_of(const torch::autograd::Node* node) {
+  const auto* accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
+  return accumulator == nullptr ? nullptr : &accumulator->variable;
 }
 
 /// True if hooks run before or after `node` in a backward. Hooks of retain_grad do not count.

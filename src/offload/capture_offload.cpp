@@ -12,8 +12,6 @@ namespace sidestream {
 CaptureOffload::CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover)
     : runtime_(std::move(runtime)), mover_(std::move(mover)) {}
 
-CaptureOffload::~CaptureOffload() = default;
-
 void CaptureOffload::group_ended(Group& group) {
   const Site site(Activity::offload, group.scope->site);
   std::vector<std::shared_ptr<SavedStorage>> offloaded;

@@ -17,7 +17,6 @@ namespace sidestream {
 class CaptureOffload final : public StorageMover {
  public:
   CaptureOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover);
-  ~CaptureOffload() override;
 
   /// A forward capture begins: its offloaded storages are noted in `copies`. `places`: where they are offloaded to.
   void begin_forward(CapturedCopies& copies, HostPlaces places) noexcept {

@@ -161,7 +161,7 @@ class EagerOffload : public StorageMover {
   Slot& next_slot();
   /// The latest slot is of no group: its storages stay on the device.
   void give_up(Slot& slot);
-  /// Of what has such a mark; null for none.
+  /// The slot with this mark. Null if there is none.
   [[nodiscard]] Slot* slot_of(std::uint32_t mark);
 
   std::shared_ptr<Runtime> runtime_;
@@ -181,7 +181,7 @@ class EagerOffload : public StorageMover {
   std::size_t used_ready_ = 0;                 ///< in this step
   std::vector<Slot*> delayed_;                 ///< the oldest first
   std::atomic<bool> any_delayed_ = false;
-  /// Of the reload that is being queued.
+  /// The reload that is being queued.
   std::vector<std::shared_ptr<SavedStorage>> reloading_;
   std::vector<c10::Storage> dropped_;  ///< reloaded, never used, H2D perhaps in flight
   Streams step_streams_;               ///< those that saved in this step

@@ -38,8 +38,6 @@ class Exclusions {
   /// `min_bytes`: storages with fewer bytes stay.
   Exclusions(c10::Device device, std::size_t min_bytes);
 
-  [[nodiscard]] c10::Device device() const noexcept { return device_; }
-  [[nodiscard]] std::size_t min_bytes() const noexcept { return min_bytes_; }
   /// Registers a module's parameters and buffers in place of those before.
   void set_parameters(std::vector<at::Tensor> parameters_and_buffers);
   /// Notices parameters whose storage changed (`set_data`, `Module::to`, `load`). Call at each step's begin. True if any did.

@@ -4,8 +4,6 @@
 #include <atomic>
 #include <vector>
 
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-
 #include "offload/autograd_walk.h"
 #include "sidestream/error.h"
 
@@ -26,18 +24,14 @@ void refuse_owned_gradients(const torch::autograd::edge_list& roots, const torch
   }
   std::vector<at::Tensor> leaves;
   for (const torch::autograd::Edge& edge : wanted) {
-    if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(edge.function.get()); leaf != nullptr) {
-      leaves.push_back(leaf->variable);
+    if (const at::Tensor* const leaf = leaf_of(edge.function.get()); leaf != nullptr) {
+      leaves.push_back(*leaf);
     }
   }
   if (leaves.empty()) {
     return;
   }
-  std::vector<Node*> nodes;
-  for (const torch::autograd::Edge& root : roots) {
-    nodes.push_back(root.function.get());
-  }
-  walk_autograd(nodes, [&](const Node& node) {
+  walk_autograd(nodes_of(roots), [&](const Node& node) {
     const auto* owner = dynamic_cast<const GradientOwner*>(&node);
     if (owner != nullptr && std::any_of(leaves.begin(), leaves.end(),
                                         [&](const at::Tensor& leaf) { return owner->owns_gradient_of(leaf); })) {

@@ -60,8 +60,7 @@ struct SavedStorage {
 struct Group {
   const ScopeNode* scope = nullptr;
   std::uint32_t index = 0;                            ///< in the order of first saves
-  std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first
-  std::size_t seen = 0;                               ///< how many that were, also when they are gone
+  std::vector<std::weak_ptr<SavedStorage>> storages;  ///< those that this group saved first, also when they are gone
   PlannedPlaces planned;                              ///< the plan's decisions about them
   bool offloads_unplanned = false;  ///< storages without a place in the plan are offloaded too, if there is room
   bool needed_immediately = false;  ///< as planned, or as the last of its scope: backward needs it, so it stays

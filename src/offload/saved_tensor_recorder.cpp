@@ -1,7 +1,6 @@
 #include "offload/saved_tensor_recorder.h"
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <optional>
 #include <string>
@@ -52,10 +51,7 @@ void VersionStamp::put_on(const at::Tensor& tensor) const {
 }
 
 bool VersionStamp::same_as(const VersionStamp& other) const noexcept {
-  // VariableVersion is one intrusive pointer and offers no comparison.
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): one pointer has no padding
-  return std::memcmp(&counter_, &other.counter_, sizeof(counter_)) == 0 && version_ == other.version_;
+  return is_same(counter_, other.counter_) && version_ == other.version_;
 }
 
 /// Autograd holds this in place of one saved tensor.
@@ -378,7 +374,6 @@ std::shared_ptr<SavedStorage> SavedTensorRecorder::save(const at::Tensor& tensor
     }
   }
   group.storages.push_back(saved);
-  ++group.seen;
   saved_bytes_ += saved->bytes;
   StorageProfile& profile = storages_.emplace_back();
   profile.bytes = saved->bytes;

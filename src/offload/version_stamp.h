@@ -1,9 +1,18 @@
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 #include <ATen/core/Tensor.h>
 
 namespace sidestream {
+
+/// True if both are one counter: of one tensor, of its views and of what was detached from it.
+[[nodiscard]] inline bool is_same(const c10::VariableVersion& a, const c10::VariableVersion& b) noexcept {
+  // VariableVersion is one intrusive pointer and offers no comparison.
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): one pointer has no padding
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
+}
 
 /// The version counter of a saved tensor, shared with it: autograd skips its own check for hooked tensors. An inference tensor has none.
 class VersionStamp {

@@ -1,7 +1,8 @@
 #include "offload/weight_casts.h"
 
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include "offload/autograd_walk.h"
 
 namespace sidestream {
 
@@ -16,9 +17,8 @@ bool is_weight_cast(const at::Tensor& saved) {
     return false;
   }
   // A leaf that requires grad hangs in the graph by its AccumulateGrad node.
-  const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(made_by->next_edge(0).function.get());
-  return leaf != nullptr && leaf->variable.scalar_type() != copy.scalar_type() &&
-         leaf->variable.sizes() == copy.sizes();
+  const at::Tensor* const leaf = leaf_of(made_by->next_edge(0).function.get());
+  return leaf != nullptr && leaf->scalar_type() != copy.scalar_type() && leaf->sizes() == copy.sizes();
 }
 
 }  // namespace sidestream

@@ -16,7 +16,7 @@ void LiveMemory::add(const Change& by) noexcept {
   in_flight_.fetch_add(by.in_flight, std::memory_order_relaxed);
 }
 
-void LiveMemory::meet(std::int64_t live, std::int64_t in_flight) {
+void LiveMemory::raise_peaks(std::int64_t live, std::int64_t in_flight) {
   live_peak_ = std::max(live_peak_, live);
   for (Measurement* const measurement : measurements_) {
     Peak& peak = measurement->peak_;
@@ -32,7 +32,7 @@ std::int64_t LiveMemory::close(Runtime& runtime) {
   allocated_peak_ = std::max(allocated_peak_, stats.allocated_peak);
   reserved_peak_ = std::max(reserved_peak_, stats.reserved_peak);
   const bool whole = !changed_.exchange(false, std::memory_order_relaxed);
-  meet((whole ? stats.allocated_peak : stats.allocated) + hidden_, in_flight_);
+  raise_peaks((whole ? stats.allocated_peak : stats.allocated) + hidden_, in_flight_);
   for (Measurement* const measurement : measurements_) {
     measurement->peak_.allocated = std::max(measurement->peak_.allocated, stats.allocated_peak);
   }
@@ -49,7 +49,7 @@ void LiveMemory::change(Runtime& runtime, const Change& by) {
   const std::lock_guard lock(mutex_);
   const std::int64_t allocated = close(runtime);
   add(by);
-  meet(allocated + hidden_, in_flight_);
+  raise_peaks(allocated + hidden_, in_flight_);
 }
 
 void LiveMemory::launched(Runtime& runtime, const Change& during, const Change& after) {
@@ -60,7 +60,7 @@ void LiveMemory::launched(Runtime& runtime, const Change& during, const Change& 
   }
   const std::lock_guard lock(mutex_);
   const std::int64_t live = close(runtime) + hidden_ + during.hidden;
-  meet(live, in_flight_ + during.in_flight);
+  raise_peaks(live, in_flight_ + during.in_flight);
   add(after);
 }
 

@@ -88,7 +88,7 @@ class LiveMemory {
   void add(const Change& by) noexcept;
   /// Takes what the allocator saw since the latest change into all peaks, and starts its peaks anew. Gives what it counts now.
   std::int64_t close(Runtime& runtime);
-  void meet(std::int64_t live, std::int64_t in_flight);
+  void raise_peaks(std::int64_t live, std::int64_t in_flight);
 
   std::atomic<std::int64_t> hidden_{0};
   std::atomic<std::int64_t> in_flight_{0};

@@ -16,7 +16,7 @@
 #include "gpu/spinning_runtime.h"
 #include "graphs/engine/engine_access.h"
 #include "models/plain_twin.h"
-#include "models/waves.h"
+#include "models/scoped_waves.h"
 #include "poisoned_slots.h"
 #include "sidestream/engine.h"
 
@@ -131,7 +131,7 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
       return;
     }
     for (std::uint64_t s = 0; s < kSteps; ++s) {
-      inputs_.push_back(wave_input(s, 8192, device_));
+      inputs_.push_back(scoped_wave_input(s, 8192, device_));
     }
     streams_.synchronizeDevice(device_.index());
   }
@@ -148,7 +148,8 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
     auto spinning = std::make_shared<gpu::SpinningRuntime>(slots, GetParam().spins);
     auto dropping = std::make_shared<DroppingRuntime>(spinning);
     torch::nn::Module model;
-    OffloadEngine engine(EngineAccess::engine(model, wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
+    OffloadEngine engine(
+        EngineAccess::engine(model, scoped_wave_options(device_, GetParam().graphs ? 2 : 0), dropping));
     const std::vector<c10::Stream> pool_streams{streams_.getStreamFromGlobalPool(device_),
                                                 streams_.getStreamFromGlobalPool(device_)};
     std::vector<at::Tensor> grads;
@@ -159,7 +160,7 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
       }
       const c10::StreamGuard on_stream(pool_streams[GetParam().two_streams ? s % 2 : 0]);
       const auto step = engine.step();
-      grads.push_back(wave_gradient(inputs_[s]));
+      grads.push_back(scoped_wave_gradient(inputs_[s]));
     }
     streams_.synchronizeDevice(device_.index());
     dropping->drop(Wait::none);
@@ -169,8 +170,8 @@ class DroppedWaitWindowTest : public gpu::Gpu, public testing::WithParamInterfac
   }
 
   StepTensors plain() {
-    return {{"gradient of the last step but one", wave_gradient(inputs_[kSteps - 2])},
-            {"gradient of the last step", wave_gradient(inputs_[kSteps - 1])}};
+    return {{"gradient of the last step but one", scoped_wave_gradient(inputs_[kSteps - 2])},
+            {"gradient of the last step", scoped_wave_gradient(inputs_[kSteps - 1])}};
   }
 
   c10::Device device_ = tested_gpu();

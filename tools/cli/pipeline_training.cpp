@@ -35,6 +35,14 @@
 #include "tools/cli/training_run.h"
 
 namespace sidestream::cli {
+
+// A rank sends these to the last rank.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(OffloadNumbers, bytes_per_step, in_flight, pinned_bytes, waits_per_step, graphs,
+                                   forecast_peak, forecast_seconds, notes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModeResult, name, steps, step_seconds, live, allocated, reserved, first_reserved,
+                                   offload, trace)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(VerifiedNumbers, forwards, backwards, tolerance)
+
 namespace {
 
 using Ranks = c10::intrusive_ptr<pipeline::StoreBackend>;
@@ -61,39 +69,12 @@ std::string receive_text(const Ranks& ranks, int from) {
   return {bytes, bytes + message.front().numel()};
 }
 
-RankJson rank_json(const ModeResult& mode, const VerifiedNumbers& verified) {
-  const OffloadNumbers& offload = mode.offload;
-  return {mode.steps,
-          mode.step_seconds,
-          mode.live,
-          mode.allocated,
-          mode.reserved,
-          mode.first_reserved,
-          offload.bytes_per_step,
-          offload.in_flight,
-          offload.pinned_bytes,
-          offload.waits_per_step,
-          offload.graphs,
-          offload.forecast_peak,
-          offload.forecast_seconds,
-          offload.notes,
-          verified.forwards,
-          verified.backwards,
-          mode.trace};
-}
-
 void add_rank(TrainingResult& result, int rank, const RankJson& json) {
-  result.modes.push_back({fmt::format("rank {}", rank),
-                          json[0],
-                          json[1],
-                          json[2],
-                          json[3],
-                          json[4],
-                          json[5],
-                          {json[6], json[7], json[8], json[9], json[10], json[11], json[12], json[13]},
-                          json[16]});
-  result.verified.forwards += json[14].get<std::int64_t>();
-  result.verified.backwards += json[15].get<std::int64_t>();
+  result.modes.push_back(json.at("mode").get<ModeResult>());
+  result.modes.back().name = fmt::format("rank {}", rank);
+  const auto verified = json.at("verified").get<VerifiedNumbers>();
+  result.verified.forwards += verified.forwards;
+  result.verified.backwards += verified.backwards;
 }
 
 /// The places that the user named for what the last rank writes. Throws: as ReportFile.
@@ -174,7 +155,7 @@ class RankTraining {
     }
     const VerifiedNumbers verified = main.verified_numbers();
     result_.verified.tolerance = verified.tolerance;  // the same in all ranks
-    return finish(rank_json(measured, verified), files);
+    return finish({{"mode", measured}, {"verified", verified}}, files);
   }
 
  private:

@@ -47,18 +47,13 @@ struct ListedValue<std::array<T, n>, std::enable_if_t<!is_stateless<std::array<T
 template <class T, class... Rest>
 struct ListedValue<std::set<T, Rest...>> : EqualElements<std::set<T, Rest...>, T> {};
 template <class K, class V, class... Rest>
-struct ListedValue<std::map<K, V, Rest...>> : std::bool_constant<is_value<K> && is_value<V>> {
-  using T = std::map<K, V, Rest...>;
-  static bool equal(const T& a, const T& b) { return EqualElements<T, typename T::value_type>::equal(a, b); }
-};
+struct ListedValue<std::map<K, V, Rest...>> : EqualElements<std::map<K, V, Rest...>, std::pair<const K, V>> {};
 // A body may depend on their order, so the same elements in another order are another value.
 template <class T, class... Rest>
 struct ListedValue<std::unordered_set<T, Rest...>> : EqualElements<std::unordered_set<T, Rest...>, T> {};
 template <class K, class V, class... Rest>
-struct ListedValue<std::unordered_map<K, V, Rest...>> : std::bool_constant<is_value<K> && is_value<V>> {
-  using T = std::unordered_map<K, V, Rest...>;
-  static bool equal(const T& a, const T& b) { return EqualElements<T, typename T::value_type>::equal(a, b); }
-};
+struct ListedValue<std::unordered_map<K, V, Rest...>>
+    : EqualElements<std::unordered_map<K, V, Rest...>, std::pair<const K, V>> {};
 template <class T>
 struct ListedValue<std::optional<T>> : std::bool_constant<is_value<T>> {
   static bool equal(const std::optional<T>& a, const std::optional<T>& b) {

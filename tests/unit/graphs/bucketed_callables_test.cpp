@@ -165,14 +165,6 @@ TEST_F(BucketedCallablesTest, InputsHaveNamesInEachBucket) {
   EXPECT_THROWS(UsageError, "input \"y\" is missing", (void)call.call({{"x", data(1, 8)}}));
 }
 
-TEST_F(BucketedCallablesTest, WhatWasMovedFromSaysSo) {
-  capture();
-  const GraphedCallable moved = std::move(layers_[0]);
-  EXPECT_THROWS(UsageError, "moved from", (void)layers_[0]({data(0, 8).requires_grad_(true)}));
-  EXPECT_THROWS(UsageError, "moved from", (void)layers_[0].name());
-  EXPECT_THROWS(UsageError, "moved from", layers_[0].reset());
-}
-
 TEST_F(BucketedCallablesTest, NoBucketIsRefused) {
   EXPECT_THROWS(UsageError, "at least one bucket of samples", (void)make_bucketed_callables(engine_, {}, {}));
 }

@@ -284,11 +284,11 @@ TEST_F(RepeatedCaptureTest, WhatGraphsOwnStaysMarkedWhereALaterCaptureFailed) {
   train(subject.model, subject.engine.get(), 1, 1);
   EngineState& engine = EngineAccess::state(*subject.engine);
   const at::Tensor output = engine.sequences().all()[0].lock()->captured().calls[0].outputs[0].tensor;
-  ASSERT_NE(engine.exclusions().classify(output), Exclusion::none);
+  ASSERT_NE(engine.resources().exclusions.classify(output), Exclusion::none);
   train(subject.model, subject.engine.get(), 1, 2);  // the second microbatch asks for captures of its own
   subject.faulty->fail(30);
   EXPECT_THROW((void)subject.engine->step(), DeviceError);
-  EXPECT_NE(engine.exclusions().classify(output), Exclusion::none);
+  EXPECT_NE(engine.resources().exclusions.classify(output), Exclusion::none);
 }
 
 TEST_F(RepeatedCaptureTest, WeightsThatMoveBackAfterAFailedCapture) {

@@ -176,17 +176,6 @@ TEST_F(CaptureWritesTest, DrawsOnTheCpuAreRefusedByName) {
       {"aten::randperm"});
 }
 
-TEST_F(CaptureWritesTest, AGeneratorOfTheBodysOwnIsRefusedByName) {
-  const auto own = std::make_shared<at::Generator>(at::globalContext().defaultGenerator(device_).clone());
-  BodyModel model(device_, {[own](BodyBlock& block, const at::Tensor& x) {
-                    return mix(block, x) * at::empty({1}, x.options().requires_grad(false)).uniform_(0, 1, *own);
-                  }});
-  OffloadEngine engine(model, options());
-  (void)model.step(&engine, 0);
-  EXPECT_THROWS(CaptureError, "\"blocks.0\": it draws from a generator of its own (aten::uniform_)",
-                (void)engine.step());
-}
-
 TEST_F(CaptureWritesTest, ASeedInsideIsRefused) {
   BodyModel model(device_, {[](BodyBlock& block, const at::Tensor& x) {
                     torch::manual_seed(17);

@@ -129,8 +129,8 @@ class EagerAllocationTest : public testing::Test {
     for (int s = 0; s < kUnsteady; ++s) {
       (void)in_step(engine, run);
     }
-    (void)with_bare_hooks(EngineAccess::state(engine).exclusions(), run);
-    const std::int64_t bare = with_bare_hooks(EngineAccess::state(engine).exclusions(), run);
+    (void)with_bare_hooks(EngineAccess::state(engine).resources().exclusions, run);
+    const std::int64_t bare = with_bare_hooks(EngineAccess::state(engine).resources().exclusions, run);
     // Four in a row: tables by address (ska::flat_hash_map) grow once when too many addresses fall on one place, however few they hold.
     int steady = 0;
     std::string taken;

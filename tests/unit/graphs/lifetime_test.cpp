@@ -337,7 +337,9 @@ TEST_F(LifetimeTest, WhatWasMovedFromSaysSo) {
   auto graphed = make_graphed_callables(moved, {Callable("f", [](const Tensors& in) { return Tensors{in[0] * 2}; })},
                                         {{at::ones({4}).to(device_).requires_grad_(true)}});
   const GraphedCallable taken = std::move(graphed[0]);
-  EXPECT_THROWS(UsageError, "moved from", (void)graphed[0]({}));  // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", (void)graphed[0]({}));     // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", (void)graphed[0].name());  // NOLINT
+  EXPECT_THROWS(UsageError, "moved from", graphed[0].reset());       // NOLINT
 }
 
 TEST_F(LifetimeTest, CapturesOfAnEngineThatWasMovedFromAreRefused) {

@@ -46,6 +46,14 @@ class LinkedCallsTest : public ReleasedOutputTest {
     const auto graphed = make_graphed_callables(engine_, std::move(callables), samples, GraphOptions());
     graphed_.assign(graphed.begin(), graphed.end());
   }
+  /// Each takes the output of the one before.
+  void capture_chain(const std::vector<TensorFunction>& functions) {
+    std::vector<Part> parts;
+    for (std::size_t i = 0; i < functions.size(); ++i) {
+      parts.push_back({functions[i], {i == 0 ? sample() : Sample::output_of(static_cast<std::int64_t>(i) - 1)}});
+    }
+    capture(parts);
+  }
   void expect_plain(const std::function<StepTensors(std::int64_t s, const std::vector<TensorFunction>& calls)>& pass) {
     for (std::int64_t s = 0; s < 4; ++s) {
       StepTensors mine;
@@ -103,12 +111,7 @@ TEST_F(LinkedCallsTest, TwoOutputsInOneStorage) {
 
 TEST_F(LinkedCallsTest, AnOutputThatItsOwnCallSaves) {
   const TensorFunction tanh = [w = weight_](const Tensors& in) { return Tensors{(in[0] * w + in[0]).tanh()}; };
-  capture({{tanh, {sample()}},
-           {block_, {Sample::output_of(0)}},
-           {tanh, {Sample::output_of(1)}},
-           {tanh, {Sample::output_of(2)}},
-           {block_, {Sample::output_of(3)}},
-           {block_, {Sample::output_of(4)}}});
+  capture_chain({tanh, block_, tanh, tanh, block_, block_});
   expect_plain([&](std::int64_t s, const auto& calls) { return run_through(s, calls, device_); });
 }
 
@@ -162,12 +165,7 @@ TEST_F(LinkedCallsTest, AnInputThatANodeKeepsAsItIs) {
   const TensorFunction hidden = [w = weight_](const Tensors& in) {
     return Tensors{in[0] + HiddenSquare::apply(in[0]) * 0.1 + w};
   };
-  capture({{block_, {sample()}},
-           {hidden, {Sample::output_of(0)}},
-           {hidden, {Sample::output_of(1)}},
-           {block_, {Sample::output_of(2)}},
-           {block_, {Sample::output_of(3)}},
-           {block_, {Sample::output_of(4)}}});
+  capture_chain({block_, hidden, hidden, block_, block_, block_});
   expect_plain([&](std::int64_t s, const auto& calls) { return run_through(s, calls, device_); });
 }
 
@@ -178,11 +176,7 @@ TEST_F(LinkedCallsTest, AnOutputThatItsBodyKeeps) {
     *kept = y.detach();
     return Tensors{y};
   };
-  capture({{block_, {sample()}},
-           {keeping, {Sample::output_of(0)}},
-           {block_, {Sample::output_of(1)}},
-           {block_, {Sample::output_of(2)}},
-           {block_, {Sample::output_of(3)}}});
+  capture_chain({block_, keeping, block_, block_, block_});
   at::Tensor mine = *kept;
   for (std::int64_t s = 0; s < 3; ++s) {
     (void)run_through(s, graphed_, device_);
@@ -194,10 +188,7 @@ TEST_F(LinkedCallsTest, AnOutputThatItsBodyKeeps) {
 }
 
 TEST_F(LinkedCallsTest, OutputsThatAreChangedInPlaceBetweenTheCalls) {
-  capture({{block_, {sample()}},
-           {block_, {Sample::output_of(0)}},
-           {block_, {Sample::output_of(1)}},
-           {block_, {Sample::output_of(2)}}});
+  capture_chain({block_, block_, block_, block_});
   expect_plain([&](std::int64_t s, const auto& calls) {
     const at::Tensor x = rows(s, device_).requires_grad_(true);
     at::Tensor h = x;

@@ -9,11 +9,16 @@
 #include <gtest/gtest.h>
 
 #include "offload/saved_storage.h"
-#include "offload/sizing.h"
 #include "sidestream/device.h"
 
 namespace sidestream {
 namespace {
+
+class NoMover final : public StorageMover {
+  void group_ended(Group& /*group*/) override {}
+  c10::Storage fetch(SavedStorage& storage) override { return storage.device; }
+  void dropped(SavedStorage& /*storage*/) noexcept override {}
+};
 
 class StorageHoldersTest : public testing::Test {
  protected:
@@ -45,7 +50,7 @@ class StorageHoldersTest : public testing::Test {
   }
 
   c10::Device device_ = find_device("sim");
-  std::shared_ptr<StorageMover> mover_ = std::make_shared<SizingMover>();
+  std::shared_ptr<StorageMover> mover_ = std::make_shared<NoMover>();
   StorageHolders holders_;
   std::vector<at::Tensor> tensors_;
   std::vector<std::shared_ptr<SavedStorage>> saved_;

@@ -93,6 +93,13 @@ TEST_F(TwoEnginesTest, ThreadsThatCaptureAtOnceTrainAsPlain) {
   });
 }
 
+void four_rounds(Trainer& trainer) {
+  for (std::int64_t round = 0; round < 4; ++round) {
+    trainer.expect_plain(4 * round, 4 * round + 4);
+    trainer.engine->reset();
+  }
+}
+
 TEST_F(TwoEnginesTest, EnginesComeAndGoWhileAnotherCaptures) {
   Trainer trainer(device_, options());
   Trainer passing(device_, options());  // which seeds, as all that fill their weights with random numbers
@@ -101,12 +108,7 @@ TEST_F(TwoEnginesTest, EnginesComeAndGoWhileAnotherCaptures) {
         passing.engine = std::make_unique<OffloadEngine>(passing.model, options());
         passing.expect_plain(100, 103);
       },
-      [&] {
-        for (std::int64_t round = 0; round < 4; ++round) {
-          trainer.expect_plain(4 * round, 4 * round + 4);
-          trainer.engine->reset();
-        }
-      });
+      [&] { four_rounds(trainer); });
   EXPECT_EQ(trainer.engine->report().captures, 4 * 8);
 }
 
@@ -117,12 +119,7 @@ TEST_F(TwoEnginesTest, SynchronizingFromAnotherThreadWaitsForTheCapture) {
         synchronize(device_);
         release_cached_memory(device_);
       },
-      [&] {
-        for (std::int64_t round = 0; round < 4; ++round) {
-          trainer.expect_plain(4 * round, 4 * round + 4);
-          trainer.engine->reset();
-        }
-      });
+      [&] { four_rounds(trainer); });
 }
 
 /// Numbers that one thread draws while the other captures come once, and none is refused.

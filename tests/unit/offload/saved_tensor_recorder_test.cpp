@@ -26,7 +26,7 @@ class NotingMover final : public StorageMover {
       const auto saved = weak.lock();
       moving += saved != nullptr && saved->to_offload ? 1 : 0;
     }
-    ended.push_back(group.scope->name + ":" + std::to_string(group.seen) + ":" + std::to_string(moving) +
+    ended.push_back(group.scope->name + ":" + std::to_string(group.storages.size()) + ":" + std::to_string(moving) +
                     (group.needed_immediately ? ":stays" : ""));
   }
   c10::Storage fetch(SavedStorage& storage) override {
