@@ -72,8 +72,8 @@ struct RecordedCall {
 /// Threads: the step's.
 class RecordedCalls {
  public:
-  /// `model`: the engine's, which may be an argument though no shared_ptr owns it. `device`: the graphs'. `exclusions` knows what was marked.
-  /// `rest` is told where a backward of theirs begins.
+  /// `model`: the engine's, which may be an argument though no shared_ptr owns it. `device`: the graphs'. `exclusions` knows what was
+  /// marked. `rest` is told where a backward of theirs begins.
   /// `delays`: captures are in flight until their weight gradients are computed, and so are the calls here.
   RecordedCalls(const torch::nn::Module& model, c10::Device device, const Exclusions& exclusions,
                 std::shared_ptr<EagerMemoryEstimate> rest, bool delays) noexcept

@@ -246,7 +246,8 @@ void WholeStepBody::run_microbatch(const Tensors& inputs, Tensors& outputs) {
     outputs.push_back(tensor.defined() ? tensor.detach() : tensor);
   }
   made.clear();
-  // A leaf that the function made for itself, as a gradient penalty does, is gone with autograd's graph. All others become targets, or are refused in a capture.
+  // A leaf that the function made for itself, as a gradient penalty does, is gone with autograd's graph. All others become targets, or are
+  // refused in a capture.
   for (const NewGradient& other : others) {
     if (const at::Tensor leaf(other.leaf.lock()); leaf.defined()) {
       add_gradient(leaf, other.grad);

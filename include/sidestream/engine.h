@@ -31,8 +31,8 @@ class [[nodiscard]] SIDESTREAM_API Step {
   Step& operator=(const Step&) = delete;
   /// Ends the step. A second call does nothing.
   /// Throws: UsageError on another thread, or inside of a call; the step then stays active. UsageError if a scope or a chunk is still open,
-  /// or if chunks of the step's order did not come. UsageError if backward_dw was not called for delayed weight gradients. Also throws what a scope's
-  /// destructor could not throw, and errors of the device.
+  /// or if chunks of the step's order did not come. UsageError if backward_dw was not called for delayed weight gradients. Also throws what
+  /// a scope's destructor could not throw, and errors of the device.
   void finish();
   /// Ends the step if `finish` has not. Never throws: a failure is logged as a LibTorch warning, and the engine's next `step()` throws it.
   /// If an exception ends the step, the step is cleaned up and errors of the cleanup are dropped.
