@@ -128,6 +128,16 @@ TEST(Pipeline, ATraceHasAStepOfEachRank) {
   }
 }
 
+TEST(Pipeline, AReportThatCannotBeWrittenLosesNoTrace) {
+  const ScratchFolder folder;
+  const std::string trace = (folder.path() / "trace.json").string();
+  const ProgramResult result =
+      run_program(tiny_training(piped(2, {"--steps", "5", "--report", "/dev/full", "--trace", trace})));
+  EXPECT_EQ(result.code, 1);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "cannot be written", result.err);
+  EXPECT_TRUE(nlohmann::json::accept(ScratchFolder::read(trace)));
+}
+
 TEST(Pipeline, ATrainingThatIsTooShortForATraceLosesNoReport) {
   const ScratchFolder folder;
   const std::string report = (folder.path() / "report.json").string();

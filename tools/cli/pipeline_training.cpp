@@ -28,7 +28,7 @@
 #include "tools/cli/interrupt.h"
 #include "tools/cli/measurement.h"
 #include "tools/cli/progress_line.h"
-#include "tools/cli/report_file.h"
+#include "tools/cli/result_files.h"
 #include "tools/cli/standard_output.h"
 #include "tools/cli/train_command.h"
 #include "tools/cli/training_result.h"
@@ -76,20 +76,6 @@ void add_rank(TrainingResult& result, int rank, const RankJson& json) {
   result.verified.forwards += verified.forwards;
   result.verified.backwards += verified.backwards;
 }
-
-/// The places that the user named for what the last rank writes. Throws: as ReportFile.
-struct ResultFiles {
-  explicit ResultFiles(const TrainingOptions& options) {
-    if (!options.report.empty()) {
-      report.emplace(options.report, "--report");
-    }
-    if (!options.trace.empty()) {
-      trace.emplace(options.trace, "--trace");
-    }
-  }
-  std::optional<ReportFile> report;
-  std::optional<ReportFile> trace;
-};
 
 /// One rank's training. The last rank has the loss: it prints, and with --compare it runs plain training of the whole model beside.
 class RankTraining {
@@ -283,19 +269,9 @@ class RankTraining {
       }
       add_rank(result_, last_, numbers);
       print(result_table(result_));
-      if (files->report) {
-        files->report->commit(result_json(result_));
-        print(fmt::format("\n  report: {}\n", files->report->path().string()));
-      }
+      files->write(result_);
       if (result_.comparison && (!result_.comparison->all_equal() || !result_.parameters_equal)) {
         throw Error("the gradients or the trained parameters differ from those of one process (see the table)");
-      }
-      if (files->trace) {  // last: it throws if no step was traced
-        const std::string trace = result_trace(result_);
-        if (!trace.empty()) {
-          files->trace->commit(trace);
-        }
-        print(trace.empty() ? kNoTrace : fmt::format("\n  trace: {}\n", files->trace->path().string()));
       }
     }
     return result_.signal != 0 ? kSignalled + result_.signal : kSuccess;

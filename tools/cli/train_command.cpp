@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
-#include <filesystem>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -18,7 +16,7 @@
 #include "tools/cli/measurement.h"
 #include "tools/cli/pipeline_training.h"
 #include "tools/cli/progress_line.h"
-#include "tools/cli/report_file.h"
+#include "tools/cli/result_files.h"
 #include "tools/cli/standard_output.h"
 #include "tools/cli/training_result.h"
 #include "tools/cli/training_run.h"
@@ -36,30 +34,6 @@ bool equal_parameters(const TrainingRun& a, const TrainingRun& b) {
   });
 }
 
-/// Puts `text` in its place. What goes wrong waits in `error`, if that is empty yet: the rest is still to be said and written.
-void commit(ReportFile& file, const std::string& text, std::exception_ptr& error) {
-  try {
-    file.commit(text);
-  } catch (const Error&) {
-    error = error == nullptr ? std::current_exception() : error;
-  }
-}
-
-/// Resets `file` if there is no trace.
-void write_trace(std::optional<ReportFile>& file, const TrainingResult& result, std::exception_ptr& error) {
-  try {
-    const std::string trace = result_trace(result);
-    if (trace.empty()) {
-      print(kNoTrace);
-      file.reset();
-    } else {
-      file->commit(trace);
-    }
-  } catch (const Error&) {
-    error = error == nullptr ? std::current_exception() : error;
-  }
-}
-
 /// The steps themselves. With --compare a second run takes the same steps in plain eager mode.
 class Training {
  public:
@@ -67,7 +41,7 @@ class Training {
            TrainingResult& result)
       : options_(options), device_(device), corpus_(corpus), mode_(mode), result_(result) {}
 
-  void run(const InterruptGuard& interrupt, ReportFile* journal, std::exception_ptr& unwritten) {
+  void run(const InterruptGuard& interrupt, ResultFiles& files) {
     ProgressLine progress(stdout, "train", static_cast<std::size_t>(options_.steps),
                           static_cast<std::size_t>(options_.tokens_per_step()));
     progress.phase("making the model");
@@ -109,16 +83,14 @@ class Training {
     result_.order = main.order_numbers();
     result_.verified = main.verified_numbers();
     result_.syncs = main.sync_numbers();
-    if (journal != nullptr) {
-      commit(*journal, journal_bytes(main.journal()), unwritten);
+    if (files.wants_journal()) {
+      files.write_journal(journal_bytes(main.journal()));
     }
     if (!options_.dump_graphs.empty()) {
-      try {
+      files.attempt([&] {
         progress.note(fmt::format("{} graphs were drawn into {}", main.write_graphs(options_.dump_graphs),
                                   options_.dump_graphs.string()));
-      } catch (const Error&) {  // the rest is still to be said and written
-        unwritten = unwritten != nullptr ? unwritten : std::current_exception();
-      }
+      });
     }
     result_.held_out.last = main.held_out_loss();
     result_.signal = interrupt.signal();
@@ -192,12 +164,7 @@ int train(const TrainingOptions& options) {
   if (options.pp) {
     return train_in_pipeline(options, corpus);
   }
-  const auto place = [](const std::filesystem::path& path, const char* option) {
-    return path.empty() ? std::optional<ReportFile>() : std::optional<ReportFile>(std::in_place, path, option);
-  };
-  std::optional<ReportFile> report = place(options.report, "--report");
-  std::optional<ReportFile> trace = place(options.trace, "--trace");
-  std::optional<ReportFile> journal = place(options.journal, "--journal");
+  ResultFiles files(options);
   const ChosenDevice device = choose_device(options);
 
   TrainingResult result = described(options, corpus, device.name);
@@ -206,28 +173,12 @@ int train(const TrainingOptions& options) {
                     corpus.bytes(), corpus.source(), result.byte_entropy, device.name));
 
   const InterruptGuard interrupt;
-  std::exception_ptr unwritten;
-  Training(options, device.device, corpus, mode, result).run(interrupt, journal ? &*journal : nullptr, unwritten);
+  Training(options, device.device, corpus, mode, result).run(interrupt, files);
   if (options.compare) {
     measure_modes(options, device.device, corpus, mode, interrupt, result);
   }
   print(result_table(result));
-  if (report) {
-    commit(*report, result_json(result), unwritten);
-  }
-  if (trace) {
-    write_trace(trace, result, unwritten);
-  }
-  if (unwritten != nullptr) {
-    std::rethrow_exception(unwritten);
-  }
-  const std::pair<const char*, const std::optional<ReportFile>&> files[] = {
-      {"report", report}, {"journal", journal}, {"trace", trace}};
-  for (const auto& [name, file] : files) {
-    if (file) {
-      print(fmt::format("\n  {}: {}\n", name, file->path().string()));
-    }
-  }
+  files.write(result);
   if (result.comparison && !result.comparison->within_bound()) {
     throw Error(
         "the gradients differ from plain eager training's by more than a different order of additions explains (see "

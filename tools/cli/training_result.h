@@ -105,7 +105,6 @@ struct TrainingResult {
 /// The traced steps of all modes in one file of the Trace Event Format, a process for each. Empty if a signal ended the training before a
 /// step was traced. Throws: Error if no step was traced without that.
 [[nodiscard]] std::string result_trace(const TrainingResult& result);
-inline constexpr const char* kNoTrace = "\n  no trace: the training was ended before a step was traced\n";
 /// The closing table as JSON text, with bytes, seconds and nats as plain numbers. What was not measured is null.
 [[nodiscard]] std::string result_json(const TrainingResult& result);
 
