@@ -38,10 +38,12 @@ bool share_memory(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void ExternalReads::add(c10::Storage storage, bool written, c10::ArrayRef<ByteRange> parts) {
-  const auto [at, is_new] = index_.try_emplace(storage.unsafeGetStorageImpl(), externals_.size());
-  if (is_new) {
+  auto at = index_.find(storage.unsafeGetStorageImpl());
+  if (at == index_.end()) {
+    const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
     const std::size_t bytes = storage.nbytes();
     externals_.push_back(ExternalStorage{std::move(storage), bytes, written, {}});
+    at = index_.emplace(key, externals_.size() - 1).first;  // last: it names what is there, also if memory runs out
   } else if (written) {
     externals_[at->second].written = true;
   }
