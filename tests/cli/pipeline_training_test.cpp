@@ -146,6 +146,7 @@ TEST(Pipeline, ATrainingThatIsTooShortForATraceLosesNoReport) {
       run_program(tiny_training(piped(2, {"--steps", "2", "--trace", trace, "--report", report})));
   EXPECT_EQ(result.code, 1);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "no step was traced", result.err);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "report: " + report, result.out);
   EXPECT_EQ(nlohmann::json::parse(ScratchFolder::read(report))["steps_done"], 2);
   EXPECT_FALSE(std::filesystem::exists(trace));
 }

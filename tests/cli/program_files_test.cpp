@@ -126,6 +126,7 @@ TEST(ProgramFiles, ATrainingThatIsTooShortForATraceLosesNoReport) {
   const ProgramResult result = run_program(tiny_training({"--steps", "2", "--trace", trace, "--report", report}));
   EXPECT_EQ(result.code, 1);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "no step was traced", result.err);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "report: " + report, result.out);
   EXPECT_EQ(nlohmann::json::parse(ScratchFolder::read(report))["steps_done"], 2);
   EXPECT_FALSE(std::filesystem::exists(trace));
 }

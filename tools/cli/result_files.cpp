@@ -22,35 +22,35 @@ ResultFiles::ResultFiles(const TrainingOptions& options)
       journal_(place(options.journal, "--journal")),
       trace_(place(options.trace, "--trace")) {}
 
-void ResultFiles::write_journal(const std::string& text) {
-  attempt([&] { journal_->commit(text); });
-}
+void ResultFiles::write_journal(const std::string& text) { commit(journal_, text); }
 
-void ResultFiles::attempt(const std::function<void()>& action) {
+bool ResultFiles::attempt(const std::function<void()>& action) {
   try {
     action();
+    return true;
   } catch (const Error&) {
     unwritten_ = unwritten_ == nullptr ? std::current_exception() : unwritten_;
+    return false;
+  }
+}
+
+void ResultFiles::commit(std::optional<ReportFile>& file, const std::string& text) {
+  if (file && !attempt([&] { file->commit(text); })) {
+    file.reset();
   }
 }
 
 void ResultFiles::write(const TrainingResult& result) {
-  if (report_) {
-    attempt([&] { report_->commit(result_json(result)); });
-  }
+  commit(report_, result_json(result));
   if (trace_) {
-    attempt([&] {
-      const std::string trace = result_trace(result);
-      if (!trace.empty()) {
-        trace_->commit(trace);
-        return;
-      }
+    std::string trace;
+    if (attempt([&] { trace = result_trace(result); }) && trace.empty()) {
       print("\n  no trace: the training was ended before a step was traced\n");
+    }
+    if (trace.empty()) {
       trace_.reset();
-    });
-  }
-  if (unwritten_ != nullptr) {
-    std::rethrow_exception(unwritten_);
+    }
+    commit(trace_, trace);
   }
   const std::pair<const char*, const std::optional<ReportFile>&> files[] = {
       {"report", report_}, {"journal", journal_}, {"trace", trace_}};
@@ -58,6 +58,9 @@ void ResultFiles::write(const TrainingResult& result) {
     if (file) {
       print(fmt::format("\n  {}: {}\n", name, file->path().string()));
     }
+  }
+  if (unwritten_ != nullptr) {
+    std::rethrow_exception(unwritten_);
   }
 }
 

@@ -18,12 +18,15 @@ class ResultFiles {
 
   [[nodiscard]] bool wants_journal() const noexcept { return journal_.has_value(); }
   void write_journal(const std::string& text);
-  /// Does what writes something else. An Error waits until write(): the rest is still to be said and written.
-  void attempt(const std::function<void()>& action);
-  /// Report and trace; prints where all files are. Throws: Error, the first of all that went wrong.
+  /// Does what writes something else. An Error waits until write(): the rest is still to be said and written. True: done.
+  bool attempt(const std::function<void()>& action);
+  /// Report and trace; prints where the files are that were written. Throws: Error, the first of all that went wrong.
   void write(const TrainingResult& result);
 
  private:
+  /// Resets `file` if it cannot be written.
+  void commit(std::optional<ReportFile>& file, const std::string& text);
+
   std::optional<ReportFile> report_;
   std::optional<ReportFile> journal_;
   std::optional<ReportFile> trace_;
