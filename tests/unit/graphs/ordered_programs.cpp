@@ -140,9 +140,9 @@ std::vector<NamedProgram> wrapped_programs() {
 const std::vector<NamedProgram>& programs() {
   static const std::vector<NamedProgram> all = [] {
     std::vector<NamedProgram> result = wrapped_programs();
-    for (auto& more :
-         {asked_programs(), stream_programs(), callable_programs(), output_programs(), between_programs(),
-          drawing_programs(), whole_step_programs(), pool_programs(), call_stream_programs(), pipeline_programs()}) {
+    for (auto& more : {asked_programs(), stream_programs(), callable_programs(), callable_order_programs(),
+                       output_programs(), between_programs(), drawing_programs(), whole_step_programs(),
+                       pool_programs(), call_stream_programs(), pipeline_programs()}) {
       result.insert(result.end(), more.begin(), more.end());
     }
     return result;

@@ -53,6 +53,8 @@ struct NamedProgram {
 [[nodiscard]] std::vector<NamedProgram> between_programs();
 /// Those of graphed callables; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> callable_programs();
+/// Those of graphed callables in an order, or with delayed weight gradients; part of `programs`.
+[[nodiscard]] std::vector<NamedProgram> callable_order_programs();
 /// Those whose graphed calls are made on several streams; part of `programs`.
 [[nodiscard]] std::vector<NamedProgram> call_stream_programs();
 /// Those that run the order of a pipeline's rank; part of `programs`.
