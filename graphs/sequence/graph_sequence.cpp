@@ -10,6 +10,7 @@
 
 #include "base/site.h"
 #include "graphs/sequence/replay_node.h"
+#include "offload/kept_memory.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -17,7 +18,7 @@ namespace {
 
 /// Copies inputs to where the graph reads them. `join`: makes the current stream wait for the copies whose memory the graph may use.
 template <class Join>
-void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, const Join& join) {
+void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, c10::Stream current, const Join& join) {
   bool joined = false;
   const at::NoGradGuard no_grad;
   for (const auto i : c10::irange(inputs.size())) {
@@ -31,6 +32,9 @@ void write_static_inputs(CapturedCall& call, c10::ArrayRef<at::Tensor> inputs, c
       joined = true;
     }
     input.tensor.copy_(inputs[i], /*non_blocking=*/true);
+    if (inputs[i].device() == input.tensor.device()) {
+      keep_for(inputs[i].storage(), current);
+    }
   }
 }
 
@@ -169,7 +173,8 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   latest_ = static_cast<std::int64_t>(index);
   ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
   call.replay.backward_launched = call.replay.backward_failed = call.replay.given_up = call.replay.ran_eagerly = false;
-  write_static_inputs(call, inputs, [&] { copies_.await_others(graph_index, runtime_->current_stream()); });
+  const c10::Stream current = runtime_->current_stream();
+  write_static_inputs(call, inputs, current, [&] { copies_.await_others(graph_index, current); });
   launch_forward(index, target);
   give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);
   if (call.has_backward) {

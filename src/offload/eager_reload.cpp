@@ -144,7 +144,9 @@ void EagerOffload::dropped(SavedStorage& storage) noexcept {
   }
   const std::lock_guard lock(mutex_);
   if (storage.place == SavedStorage::Place::reloading) {
-    keep_for(storage.device, storage.streams);
+    if (storage.streams.size() > 1) {  // allocated on the first of them
+      keep_for(storage.device, storage.streams);
+    }
     Slot* slot = slot_of(storage.slot);
     if (slot != nullptr &&
         std::find(slot->arrived.begin(), slot->arrived.end(), storage.streams.front()) == slot->arrived.end()) {

@@ -181,6 +181,35 @@ class ReadOnAnotherStream final : public OnStreams {
   bool saves_;
 };
 
+/// A loader makes the next batch on a stream of its own while a batch is used, and waits for the backward before the batch's memory is free.
+/// In plain training autograd keeps the batch until then. Here the batch is copied out and its memory freed earlier.
+class LoaderOnAnotherStream final : public OnStreams {
+ public:
+  using OnStreams::OnStreams;
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    at::Tensor batch = load(s);
+    order(b(), a());
+    const c10::StreamGuard on_a(a());
+    OffloadScope scope("batch");
+    at::Tensor h = input(s, 0) * batch;
+    scope.end();
+    batch.reset();
+    h = scopes(h);
+    const at::Tensor next = load(s + 1);
+    auto grads = torch::autograd::grad({h}, {input(s, 0)}, {}, true);
+    order(a(), b());
+    grads.push_back(next);
+    return grads;
+  }
+
+ private:
+  [[nodiscard]] at::Tensor load(std::int64_t s) {
+    const c10::StreamGuard on_b(b());
+    return input(s, 1).detach() * 2;
+  }
+};
+
 /// A reloaded storage is read by the backward of two streams, and its memory is used again while one of them may be at it.
 class ReadBackOnTwoStreams final : public OnStreams {
  public:
@@ -261,6 +290,7 @@ std::vector<NamedProgram> stream_programs() {
           named_program<SavedOnTwoStreams>("saved_on_two_streams"),
           named_program<ReadOnAnotherStream>("saved_again_on_another_stream", true),
           named_program<ReadOnAnotherStream>("read_on_another_stream", false),
+          named_program<LoaderOnAnotherStream>("loader_on_another_stream"),
           named_program<ReadBackOnTwoStreams>("read_back_on_two_streams"),
           named_program<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),
           named_program<UnusedReload>("unused_reload_after_the_step", Again::after_the_step),
