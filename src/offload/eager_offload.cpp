@@ -241,7 +241,12 @@ void EagerOffload::send(Slot& slot) {
     }
     copied_ = true;
     GroupMover::Copies copies = mover_->offload_copies();
-    std::partition(slot.sources.begin(), slot.sources.end(), [](const auto& saved) { return saved->ready != nullptr; });
+    std::partition(slot.sources.begin(), slot.sources.end(), [](const auto& saved) {
+      if (saved->ready_at != saved->device.data()) {
+        saved->ready = nullptr;
+      }
+      return saved->ready != nullptr;
+    });
     bool forked = false;
     for (const auto& saved : slot.sources) {
       if (saved->ready != nullptr) {

@@ -82,6 +82,7 @@ struct RecorderBooks {
     c10::weak_intrusive_ptr<c10::StorageImpl> identity;
     VersionStamp version;
     std::shared_ptr<Event> event;
+    const void* address;
   };
 
   void clear() {

@@ -48,8 +48,9 @@ struct SavedStorage {
   Streams streams;         ///< those that operators saved it on, the first saver's first; backward reads it on the same
   std::size_t bytes;
   HostArena::Lease lease;
-  SharedSlots::Parts parts;      ///< of a captured call whose place others have too, in place of `lease`
-  std::shared_ptr<Event> ready;  ///< its value is complete; null: when its group ends
+  SharedSlots::Parts parts;        ///< of a captured call whose place others have too, in place of `lease`
+  std::shared_ptr<Event> ready;    ///< its value is complete; null: when its group ends
+  const void* ready_at = nullptr;  ///< the address then: bytes of a graph's output may be copied elsewhere later
   Place place = Place::device;
   bool released = false;     ///< the program's own tensor has no memory any more: OffloadScope::release
   bool to_offload = false;   ///< the plan says that it is offloaded when its group ends

@@ -104,11 +104,49 @@ class ReleasedTensors final : public EngineProgram {
   torch::nn::Module model_;
 };
 
+/// A tensor is marked that lies in memory of a graph. The next replay puts its bytes elsewhere before its group ends.
+class ReadyAndCopiedOut final : public EngineProgram {
+ public:
+  explicit ReadyAndCopiedOut(const Runtimes& runtimes) : EngineProgram(runtimes) {
+    if (make_engine(model_, Options(device()).min_bytes(1024).offload("**"))) {
+      layers_ = make_graphed_callables(*engine_, {Callable("teacher", teach)}, {{rows_of(900)}},
+                                       GraphOptions().forward_only(true).pool(std::make_shared<GraphPool>(device())));
+    }
+  }
+  ~ReadyAndCopiedOut() override { end(); }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    OffloadScope scope("student");
+    at::Tensor target = taught(rows_of(s + 10));
+    const at::Tensor first = x * target;
+    mark_ready(target);
+    target.reset();
+    at::Tensor h = first + taught(rows_of(s + 20));
+    scope.end();
+    for (const char* name : {"first", "second", "third"}) {
+      const OffloadScope later(name);
+      h = h.exp().mul(0.5).tanh();
+    }
+    return torch::autograd::grad({h.sum()}, {x});
+  }
+
+ private:
+  static std::vector<at::Tensor> teach(const std::vector<at::Tensor>& inputs) { return {(inputs[0] * 1.25).tanh()}; }
+  at::Tensor taught(const at::Tensor& input) {
+    const at::NoGradGuard no_grad;
+    return layers_.empty() ? teach({input})[0] : layers_[0]({input})[0];
+  }
+
+  torch::nn::Module model_;
+};
+
 }  // namespace
 
 std::vector<NamedProgram> asked_programs() {
   return {named_program<GroupsThatAreAsked>("groups_that_are_asked"),
-          named_program<ReleasedTensors>("released_tensors")};
+          named_program<ReleasedTensors>("released_tensors"), named_program<ReadyAndCopiedOut>("ready_and_copied_out")};
 }
 
 }  // namespace sidestream::testing_model
