@@ -150,6 +150,7 @@ TEST_F(AskedGroupsTest, AMarkedTensorsCopyWaitsForTheWorkBeforeTheMark) {
     const auto saved = std::make_shared<SavedStorage>(offload_, &group, tensor.storage());
     saved->to_offload = true;
     saved->ready = marked ? offload_->mark_ready() : nullptr;
+    saved->ready_at = tensor.storage().data();
     group.storages.push_back(saved);
     const at::Tensor after = at::mul(filled(1), 4);
     offload_->group_ended(group);
