@@ -5,9 +5,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "memory/storage_view.h"
+#include "offload/kept_memory.h"
 
 namespace sidestream {
 
@@ -63,11 +63,10 @@ void OutputStorage::copy_out(Runtime& runtime, const Event& mark, c10::Stream fr
   bytes_of(copy).copy_(bytes_of(memory_->captured()), /*non_blocking=*/true);
   if (!users.empty()) {
     runtime.record(mark, from);
-    const auto* guard = c10::impl::getDeviceGuardImpl(runtime.device().type());
     for (const c10::Stream user : users) {
       runtime.wait(user, mark);
-      guard->recordDataPtrOnStream(copy.data_ptr(), user);
     }
+    keep_for(copy, users);
   }
   // All that can fail is done. What the held storage had goes with the pointer that is returned.
   c10::StorageImpl& held = *given_.unsafeGetStorageImpl();

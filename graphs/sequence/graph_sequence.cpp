@@ -176,13 +176,13 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   const c10::Stream current = runtime_->current_stream();
   write_static_inputs(call, inputs, current, [&] { copies_.await_others(graph_index, current); });
   launch_forward(index, target);
-  give_outputs(call.outputs, call.output_storages, call.inputs, inputs, runtime_->current_stream(), outputs);
+  give_outputs(call.outputs, call.output_storages, call.inputs, inputs, current, outputs);
   if (call.has_backward) {
     for (BackwardRead& read : call.reads.in_backward) {
       read.at_forward = read.counter.current_version();
     }
     pending_.begin(index);
-    ReplayNode::attach(shared_from_this(), index, call, runtime_->current_stream(), inputs, outputs);
+    ReplayNode::attach(shared_from_this(), index, call, current, inputs, outputs);
     call.stamp_versions(inputs, outputs);
   }
 }

@@ -52,14 +52,14 @@ c10::Storage EagerOffload::release(const c10::Storage& storage,
   return memory;
 }
 
-std::shared_ptr<Event> EagerOffload::mark_ready() {
+ReadyMark EagerOffload::mark_ready(const c10::Storage& storage) {
   const std::lock_guard lock(mutex_);
   if (used_ready_ == ready_.size()) {
     ready_.push_back(std::make_shared<Event>(runtime_->create_event()));
   }
   const std::shared_ptr<Event>& ready = ready_[used_ready_++];
   runtime_->record(*ready, runtime_->current_stream());
-  return ready;
+  return {ready, storage.data()};
 }
 
 }  // namespace sidestream

@@ -241,16 +241,12 @@ void EagerOffload::send(Slot& slot) {
     }
     copied_ = true;
     GroupMover::Copies copies = mover_->offload_copies();
-    std::partition(slot.sources.begin(), slot.sources.end(), [](const auto& saved) {
-      if (saved->ready_at != saved->device.data()) {
-        saved->ready = nullptr;
-      }
-      return saved->ready != nullptr;
-    });
+    std::partition(slot.sources.begin(), slot.sources.end(),
+                   [](const auto& saved) { return saved->ready.holds_for(saved->device); });
     bool forked = false;
     for (const auto& saved : slot.sources) {
-      if (saved->ready != nullptr) {
-        copies.wait_for(*std::exchange(saved->ready, nullptr));
+      if (const ReadyMark ready = std::exchange(saved->ready, {}); ready.holds_for(saved->device)) {
+        copies.wait_for(*ready.event);
       } else if (!std::exchange(forked, true)) {
         copies.wait_for(slot.savers);
       }

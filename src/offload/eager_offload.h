@@ -76,7 +76,7 @@ class EagerOffload : public StorageMover {
   virtual c10::Storage release(const c10::Storage& storage, const std::vector<std::shared_ptr<SavedStorage>>& holders,
                                const std::string& message);
   /// An event that stands for what the current stream holds now. It is used again in the next step.
-  [[nodiscard]] std::shared_ptr<Event> mark_ready();
+  [[nodiscard]] ReadyMark mark_ready(const c10::Storage& storage);
 
   void group_ended(Group& group) override;
   c10::Storage fetch(SavedStorage& storage) override;

@@ -81,8 +81,7 @@ struct RecorderBooks {
   struct Ready {
     c10::weak_intrusive_ptr<c10::StorageImpl> identity;
     VersionStamp version;
-    std::shared_ptr<Event> event;
-    const void* address;
+    ReadyMark mark;
   };
 
   void clear() {

@@ -71,11 +71,10 @@ void SavedTensorRecorder::mark_ready(const at::Tensor& tensor) {
   const auto found = entries_.find(key);
   const auto saved = found == entries_.end() ? nullptr : found->second.saved.lock();
   if (saved == nullptr || !found->second.version.same_as(version)) {
-    ready_.insert_or_assign(key, RecorderBooks::Ready{tensor.storage().getWeakStorageImpl(), version,
-                                                      eager.mark_ready(), tensor.storage().data()});
-  } else if (!saved->group->ended && saved->ready == nullptr) {
-    saved->ready = eager.mark_ready();
-    saved->ready_at = tensor.storage().data();
+    ready_.insert_or_assign(
+        key, RecorderBooks::Ready{tensor.storage().getWeakStorageImpl(), version, eager.mark_ready(tensor.storage())});
+  } else if (!saved->group->ended && saved->ready.event == nullptr) {
+    saved->ready = eager.mark_ready(tensor.storage());
   }
 }
 

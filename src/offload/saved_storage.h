@@ -31,6 +31,17 @@ inline bool add_stream(Streams& streams, c10::Stream stream) {
   return is_new;
 }
 
+/// The value of a storage is complete: `ss::mark_ready`.
+struct ReadyMark {
+  /// Not if a replay has put the bytes of a graph's output elsewhere since.
+  [[nodiscard]] bool holds_for(const c10::Storage& storage) const noexcept {
+    return event != nullptr && address == storage.data();
+  }
+
+  std::shared_ptr<Event> event;
+  const void* address = nullptr;
+};
+
 /// A storage that autograd saved, wherever its bytes are now. Shared by the handles of all tensors saved from it; it dies with
 /// the last of them, and with it the lease and the device copy (so a retained graph keeps both).
 struct SavedStorage {
@@ -48,9 +59,8 @@ struct SavedStorage {
   Streams streams;         ///< those that operators saved it on, the first saver's first; backward reads it on the same
   std::size_t bytes;
   HostArena::Lease lease;
-  SharedSlots::Parts parts;        ///< of a captured call whose place others have too, in place of `lease`
-  std::shared_ptr<Event> ready;    ///< its value is complete; null: when its group ends
-  const void* ready_at = nullptr;  ///< the address then: bytes of a graph's output may be copied elsewhere later
+  SharedSlots::Parts parts;  ///< of a captured call whose place others have too, in place of `lease`
+  ReadyMark ready;           ///< without one its value is complete when its group ends
   Place place = Place::device;
   bool released = false;     ///< the program's own tensor has no memory any more: OffloadScope::release
   bool to_offload = false;   ///< the plan says that it is offloaded when its group ends

@@ -370,8 +370,7 @@ std::shared_ptr<SavedStorage> SavedTensorRecorder::save(const at::Tensor& tensor
   place(*saved, group);
   if (!ready_.empty()) {
     if (const auto marked = ready_.find(key); marked != ready_.end() && marked->second.version.same_as(version)) {
-      saved->ready = std::move(marked->second.event);
-      saved->ready_at = marked->second.address;
+      saved->ready = std::move(marked->second.mark);
     }
   }
   group.storages.push_back(saved);

@@ -149,8 +149,7 @@ TEST_F(AskedGroupsTest, AMarkedTensorsCopyWaitsForTheWorkBeforeTheMark) {
     const at::Tensor tensor = filled(3);
     const auto saved = std::make_shared<SavedStorage>(offload_, &group, tensor.storage());
     saved->to_offload = true;
-    saved->ready = marked ? offload_->mark_ready() : nullptr;
-    saved->ready_at = tensor.storage().data();
+    saved->ready = marked ? offload_->mark_ready(tensor.storage()) : ReadyMark();
     group.storages.push_back(saved);
     const at::Tensor after = at::mul(filled(1), 4);
     offload_->group_ended(group);
