@@ -20,7 +20,8 @@ class EngineState;
 ///
 /// Steps of several engines may be active on one thread and may end in any order. Scopes and calls belong to the step that began last.
 /// Ordering: at its end, the current stream and all streams that saved tensors in the step wait for every copy of the step. The engine
-/// does not know streams that only read saved tensors: call at::Tensor::record_stream for such streams, as you would without offload.
+/// does not know streams that only read saved tensors: call at::Tensor::record_stream for such streams. A reload is new memory:
+/// in backward call it again, on the tensor that backward unpacked.
 /// Threads: ends on the thread on which it began.
 class [[nodiscard]] SIDESTREAM_API Step {
  public:
@@ -116,7 +117,7 @@ class SIDESTREAM_API OffloadEngine {
   /// rest is not computed then. A backward() that fails leaves nothing to compute.
   void backward_dw();
   /// The same for the calls and callables of one chunk. Call it once for each chunk, after its backward.
-  /// Throws: UsageError also if the step has not had the chunk, and at the second call for it.
+  /// Throws: UsageError also if the step has not had the chunk or its backward, and at the second call for it.
   void backward_dw(ChunkId id);
 
   /// What the engine has done so far.

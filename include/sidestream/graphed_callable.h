@@ -147,11 +147,14 @@ class SIDESTREAM_API Sample {
 ///
 /// It runs eagerly if the module's training mode or module options (a dropout rate) differ from the capture, and in inference mode. Under
 /// no_grad it runs eagerly too; with GraphOptions::forward_only it replays under no_grad, and runs eagerly with gradients.
+/// In the body of a graphed call or step it runs eagerly as a part of that graph. It also runs eagerly if a callable that it is linked to
+/// did, and if GraphOptions::agree_to_capture returned false.
 /// If weights were relocated, it captures again or throws UsageError: see GraphOptions::on_relocated_weights. While a backward is pending
 /// it always throws.
 /// Ordering: on return the current stream waits for the graph's compute, not for its copies.  Capture: illegal.
 /// Threads: one at a time; backward may run on autograd's device thread.
-/// Throws: UsageError for inputs or a state of autocast that differ from the capture, and for calls in another order than captured.
+/// Throws: UsageError for inputs, or a state of autocast or of a global switch, that differ from the capture. Also for calls in another
+/// order than captured.
 /// Without GraphOptions::order also for a second forward before the backward of the first, and without retain_graph_in_backward for
 /// a second backward. A backward throws UsageError if it needs an output of its forward that was changed in place.
 class SIDESTREAM_API GraphedCallable {

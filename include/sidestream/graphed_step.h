@@ -31,8 +31,8 @@ struct StepOptions {
   /// How many captures a step may have. A call with inputs of other shapes or dtypes, or with another number of microbatches, captures
   /// the step at once with its inputs as samples. Beyond the bound such a call is a UsageError.
   TORCH_ARG(int64_t, max_captures) = 1;
-  /// Options for warm-up, streams, agreement of ranks and relocated weights. No others may be set, because a step's backward does not
-  /// replay on its own.
+  /// Options for warm-up, generators, streams, agreement of ranks and relocated weights. No others may be set, because a step's
+  /// backward does not replay on its own.
   TORCH_ARG(GraphOptions, graph);
 };
 

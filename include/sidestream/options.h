@@ -127,6 +127,7 @@ class Options {
   /// tensors of one call. Eager groups are always offloaded. Calls or shapes that are captured later follow the plan. If a step then
   /// exceeds the budget, a note says so. OffloadEngine::reset plans anew.
   ///
+  /// A budget that is not above the bytes of weights and buffers, or is above the device's memory, is a UsageError when the engine is made.
   /// If a step or its captures exceed the budget with all offloaded, OffloadEngine::step throws a UsageError. Later steps then offload all.
   /// Needs `graph`. Not to be set together with `lag`, `lookahead`, `groups_in_flight`, `offload_at_most`, `offload_fraction`,
   /// GraphOptions::agree_to_capture and GradientPolicy::delayed. An engine with a budget makes no callables, buckets and graphed steps.
@@ -165,12 +166,13 @@ class Options {
   /// Report::syncs says where, how often, and what to use instead. Waits of the library itself and of other threads are not listed.
   /// With it each operator takes a little longer; without it there is no cost. SIDESTREAM_FIND_SYNCS=1 in the environment turns it on.
   TORCH_ARG(bool, find_syncs) = false;
-  /// Called before each warm-up, capture and pinning, and after a plan for `device_budget` was made, so that a program can show its
-  /// progress. Not set: no cost.
+  /// Called before each warm-up and capture, before the pinned memory of a plan is pinned, and after a plan for `device_budget` was made,
+  /// so that a program can show its progress. The first step pins memory without a call. Not set: no cost.
   ///
   /// It may print, count and throw. It must not call into this engine or the device. It is never called inside a capture.
-  /// Threads: called on the thread that needs the work: in OffloadEngine::step, in make_graphed_callables, or in a GraphedCallable
-  /// that captures again.  Throws: an exception from it ends that call as a failed capture does, and nothing of the capture is left.
+  /// Threads: called on the thread that needs the work: in OffloadEngine::step, in make_graphed_callables, make_bucketed_callables or
+  /// make_graphed_step, or in a callable or GraphedStep that captures.
+  /// Throws: an exception from it ends that call as a failed capture does, and nothing of the capture is left.
   TORCH_ARG(ProgressCallback, progress);
   /// How calls that match `graph` are captured and replayed.
   TORCH_ARG(GraphOptions, graph_options);

@@ -74,12 +74,13 @@ struct RankForecast {
 /// takes time, but neither compute nor the link to the host. If weight gradients are delayed, all that is offloaded is reloaded for the
 /// backward.
 /// Threads: any.
-/// Throws: UsageError as pipeline_order, for costs that are negative or no number, for a link without a rate, if more is offloadable
-/// than saved, and for more than 65,536 layers of chunks. The message gives the number and the remedy.
+/// Throws: UsageError as pipeline_order. Also for costs that are negative, too large or no number, for a chunk without layers, for weight
+/// gradients that take longer than a backward, for a link without a rate, if more is offloadable than saved, and for more than 65,536
+/// layers of chunks. The message gives the number and the remedy.
 [[nodiscard]] SIDESTREAM_API std::vector<RankForecast> forecast_pipeline(const PipelineShape& shape,
                                                                          const PipelineCosts& costs);
 
-/// The same of one rank that runs alone: its inputs are always there. A rank that is measured on one device runs so.
+/// Forecasts one rank that runs alone, as a rank does that you measure on one device: its inputs are always there.
 /// Threads: any.  Throws: UsageError as forecast_pipeline.
 [[nodiscard]] SIDESTREAM_API RankForecast forecast_rank(const PipelineShape& shape, const PipelineCosts& costs,
                                                         std::int64_t rank);

@@ -117,7 +117,7 @@ struct SIDESTREAM_API Report {
   std::int64_t step_peak_bytes = 0;
   std::int64_t in_flight_bytes =
       0;  ///< offloaded bytes that were on the device at that peak, because their copies were under way
-  std::int64_t device_budget = 0;        ///< Options::device_budget; 0 if it is not set, as the next four
+  std::int64_t device_budget = 0;        ///< Options::device_budget. Not set: this and the next four are 0
   std::int64_t forecast_peak_bytes = 0;  ///< peak of MemoryUse::live that the plan for it expects; 0 until it is made
   std::int64_t forecast_step_peak_bytes = 0;  ///< measured in a step under the plan; 0 until then
   double forecast_seconds = 0;                ///< of a step that the plan expects; 0 also if the device keeps no time

@@ -47,7 +47,7 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
   /// Ends the scope as `end` does, but delays the copies to the host, as Options::delay does. They are queued at `start_offload`,
   /// `finish_offload`, `offload_delayed`, the next launch of a graph, or the step's end, whichever comes first [delay_offload].
   /// Until then the group stays on the device, as far as Options::lag allows. If its backward comes before that, it stays.
-  /// In a sizing step the group is offloaded at once.
+  /// In a sizing step the group is offloaded at once, and so is a group with memory that a graph writes at each replay.
   /// Throws: as `end`; UsageError if the scope has ended.
   void end_later();
   /// Queues the copies to the host of delayed groups. If they are queued already, it does nothing [start_offload_layer].
@@ -63,7 +63,8 @@ class [[nodiscard]] SIDESTREAM_API OffloadScope {
   /// groups. Afterwards, each read of the tensor, or of a view of the same storage, throws a c10::Error with the group's name, also in a
   /// capture. The backward is not affected.
   /// Threads: that of the scope.
-  /// Throws: UsageError for a tensor that is in no group of the scope, and for memory of a graph or a TensorPool.
+  /// Throws: UsageError for a tensor that is in no group of the scope or is sparse, nested or quantised. Also for memory of a graph or a
+  /// TensorPool, and for other memory that LibTorch did not allocate.
   void release(const at::Tensor& tensor);
 
  private:

@@ -75,7 +75,7 @@ class EagerOffload : public StorageMover {
   /// `message`. Returns the memory.
   virtual c10::Storage release(const c10::Storage& storage, const std::vector<std::shared_ptr<SavedStorage>>& holders,
                                const std::string& message);
-  /// An event that stands for what the current stream holds now. It is used again in the next step.
+  /// A mark of what the current stream holds now, for the bytes where `storage` has them. Its event is used again in the next step.
   [[nodiscard]] ReadyMark mark_ready(const c10::Storage& storage);
 
   void group_ended(Group& group) override;
