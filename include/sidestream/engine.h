@@ -20,8 +20,8 @@ class EngineState;
 ///
 /// Steps of several engines may be active on one thread and may end in any order. Scopes and calls belong to the step that began last.
 /// Ordering: at its end, the current stream and all streams that saved tensors in the step wait for every copy of the step. The engine
-/// does not know streams that only read saved tensors: call at::Tensor::record_stream for such streams. A reload is new memory:
-/// in backward call it again, on the tensor that backward unpacked.
+/// does not know streams that only read saved tensors: call at::Tensor::record_stream for such streams, as you would without offload.
+/// Call it before the scope ends, and also for the stream that allocated the tensor if it is not one that saves it.
 /// Threads: ends on the thread on which it began.
 class [[nodiscard]] SIDESTREAM_API Step {
  public:

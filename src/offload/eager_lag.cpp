@@ -6,6 +6,7 @@
 
 #include "offload/eager_offload.h"
 #include "offload/kept_memory.h"
+#include "runtime/named_streams.h"
 
 namespace sidestream {
 
@@ -62,6 +63,9 @@ void EagerOffload::free_on_device(const std::shared_ptr<SavedStorage>& saved) {
   if (saved->place == SavedStorage::Place::offloading) {
     if (sizing_) {
       sizing_->released(saved);
+    }
+    for (const c10::Stream stream : named_streams::of(saved->device)) {  // for its reload, which is other memory
+      add_stream(saved->streams, stream);
     }
     saved->device = c10::Storage();
     saved->place = SavedStorage::Place::host;

@@ -79,7 +79,9 @@ c10::Storage EagerOffload::fetch(SavedStorage& storage) {
     reload(*slot);
   }
   if (storage.place == SavedStorage::Place::reloading) {
-    await_arrival(*slot, runtime_->current_stream());
+    const c10::Stream reader = runtime_->current_stream();
+    await_arrival(*slot, reader);
+    add_stream(storage.streams, reader);
   }
   if (!slot->used) {
     use(storage.slot - 1);

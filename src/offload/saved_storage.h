@@ -56,7 +56,7 @@ struct SavedStorage {
   std::uint32_t slot = 0;  ///< the mover's own mark: where it keeps track of the storage's copies; 0 for none
   Group* group;            ///< the first saver's; null once the step's bookkeeping is gone
   c10::Storage device;     ///< source, kept or reloaded bytes; null while they are only on the host
-  Streams streams;         ///< those that operators saved it on, the first saver's first; backward reads it on the same
+  Streams streams;         ///< its memory is kept for them: savers, the first one first, named ones, and readers
   std::size_t bytes;
   HostArena::Lease lease;
   SharedSlots::Parts parts;  ///< of a captured call whose place others have too, in place of `lease`

@@ -19,6 +19,7 @@
 #include <torch/library.h>
 
 #include "runtime/cuda/error.h"
+#include "runtime/named_streams.h"
 #include "runtime/replayed_memory.h"
 
 namespace sidestream::cuda::libtorch {
@@ -138,6 +139,7 @@ namespace {
 void record_stream(at::Tensor& self, c10::Stream stream) {
   allocator::recordStream(self.storage().data_ptr(), cuda_stream(stream));  // all that LibTorch's own kernel does
   ReplayedMemory::used_on(self.storage().data_ptr(), stream);
+  named_streams::add(self.storage(), stream);
 }
 
 class Silence final : public c10::WarningHandler {

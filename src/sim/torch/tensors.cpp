@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <string>
 
+#include "runtime/named_streams.h"
 #include "runtime/replayed_memory.h"
 #include "sim/torch/aliases.h"
 #include "sim/torch/copies.h"
@@ -196,6 +197,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 void record_stream(at::Tensor& self, c10::Stream stream) {
   Device::get().used_on(self.storage().data(), stream.id());
   ReplayedMemory::used_on(self.storage().data_ptr(), stream);
+  named_streams::add(self.storage(), stream);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "models/scopes.h"
 #include "sidestream/scope.h"
@@ -210,6 +211,83 @@ class LoaderOnAnotherStream final : public OnStreams {
   }
 };
 
+/// Where the backward of a product reads its first input, as trainers that overlap weight gradients do.
+struct BesideTheBackward {
+  std::function<void(c10::Stream, c10::Stream)> in_order;
+  std::function<c10::Stream()> current;
+  c10::Stream stream;
+  bool unpacks;  ///< the input is unpacked on that stream too; it is its memory
+  std::vector<at::Tensor> read;
+};
+
+struct ProductReadBeside : torch::autograd::Function<ProductReadBeside> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& h,
+                            BesideTheBackward* beside) {
+    context->save_for_backward({x});
+    context->saved_data["beside"] = reinterpret_cast<std::int64_t>(beside);  // the program outlives its backward
+    return h * x;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    auto& beside = *reinterpret_cast<BesideTheBackward*>(context->saved_data["beside"].toInt());
+    grads[0].record_stream(beside.stream);
+    at::Tensor x = context->get_saved_variables()[0];
+    at::Tensor grad = grads[0] * x;
+    beside.in_order(beside.current(), beside.stream);
+    const c10::StreamGuard on_it(beside.stream);
+    if (beside.unpacks) {
+      x = context->get_saved_variables()[0];
+    }
+    beside.read.push_back((x * grads[0]).tanh() * x);
+    return {at::Tensor(), grad, at::Tensor()};
+  }
+};
+
+class ReadBesideTheBackward final : public OnStreams {
+ public:
+  ReadBesideTheBackward(const Runtimes& runtimes, bool unpacks, bool releases)
+      : OnStreams(runtimes),
+        releases_(releases),
+        beside_{[this](c10::Stream earlier, c10::Stream later) { order(earlier, later); },
+                [this] { return runtime().current_stream(); },
+                b(),
+                unpacks,
+                {}} {}
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    at::Tensor x;
+    {
+      const c10::StreamGuard on_it(beside_.unpacks ? b() : a());
+      x = input(s, 1).detach() * 2;
+    }
+    order(b(), a());
+    if (!beside_.unpacks) {
+      x.record_stream(b());
+    }
+    const c10::StreamGuard on_a(a());
+    OffloadScope scope("product");
+    const at::Tensor h = ProductReadBeside::apply(x, input(s, 0) * 1.5, &beside_);
+    scope.end();
+    if (releases_ && engine_) {
+      scope.release(x);
+    }
+    x.reset();
+    auto grads = gradients(scopes(h), {input(s, 0)});
+    for (int i = 0; i < 6; ++i) {  // takes memory that backward freed
+      grads.push_back((grads.back() * 0.5).tanh() + grads[0]);
+    }
+    order(b(), a());
+    for (const at::Tensor& read : std::exchange(beside_.read, {})) {
+      grads.push_back(read);
+    }
+    return grads;
+  }
+
+ private:
+  bool releases_;
+  BesideTheBackward beside_;
+};
+
 /// A reloaded storage is read by the backward of two streams, and its memory is used again while one of them may be at it.
 class ReadBackOnTwoStreams final : public OnStreams {
  public:
@@ -291,6 +369,9 @@ std::vector<NamedProgram> stream_programs() {
           named_program<ReadOnAnotherStream>("saved_again_on_another_stream", true),
           named_program<ReadOnAnotherStream>("read_on_another_stream", false),
           named_program<LoaderOnAnotherStream>("loader_on_another_stream"),
+          named_program<ReadBesideTheBackward>("read_on_a_named_stream", false, false),
+          named_program<ReadBesideTheBackward>("released_and_read_on_a_named_stream", false, true),
+          named_program<ReadBesideTheBackward>("unpacked_on_another_stream", true, false),
           named_program<ReadBackOnTwoStreams>("read_back_on_two_streams"),
           named_program<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),
           named_program<UnusedReload>("unused_reload_after_the_step", Again::after_the_step),
