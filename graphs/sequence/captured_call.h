@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 
 #include "base/site.h"
@@ -84,8 +85,9 @@ struct CapturedCall {
     bool backward_launched = false;  ///< since the latest forward: what it saved may be overwritten
     bool backward_failed = false;    ///< after that launch
     bool given_up = false;           ///< since the latest forward: a call before it ran its backward first
-    bool weights_delayed = false;    ///< since the latest backward: gradients of delayed parameters are to come
-    OutputSet used = 0;              ///< the outputs that got a gradient in it
+    /// Gradients of delayed parameters are to come. The latest backward ran on this stream.
+    std::optional<c10::Stream> weights_delayed;
+    OutputSet used = 0;       ///< the outputs that got a gradient in it
     std::uint64_t chunk = 0;  ///< of the latest forward, by its number, if gradients are delayed or in an order; else 0
     std::optional<ChunkId> chunk_id;  ///< of that chunk, if the sequence is captured in the order of a step
     bool ran_eagerly = false;         ///< since the latest forward: what is linked to its outputs gets other tensors

@@ -26,7 +26,7 @@ void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
     delayed_weights_->add(weak_from_this(), index);
     weights_use_->idle(-copies_.for_weights_bytes());
     call.replay.used = used;
-    call.replay.weights_delayed = true;
+    call.replay.weights_delayed = runtime_->current_stream();
     pending_.weights_delayed(index);
   }
 }
@@ -115,22 +115,26 @@ void DelayedWeights::compute_all(Accepts accepts) {
 }
 
 std::exception_ptr DelayedWeights::compute(const Found& found) {
-  LeafGradients made;
-  try {
-    made = found.sequence->take_weights(found.call);
-  } catch (...) {
-    if (!found.sequence->captured().calls[found.call].replay.weights_delayed) {  // it was reset
-      forget(found);
+  std::exception_ptr thrown_by_hook;
+  const auto compute_and_accumulate = [&] {
+    LeafGradients made;
+    try {
+      made = found.sequence->take_weights(found.call);
+    } catch (...) {
+      if (!found.sequence->captured().calls[found.call].replay.weights_delayed) {  // it was reset
+        forget(found);
+      }
+      throw;
     }
-    throw;
-  }
-  forget(found);
-  try {
-    accumulate(std::move(made));
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;
+    forget(found);
+    try {
+      accumulate(std::move(made));
+    } catch (...) {
+      thrown_by_hook = std::current_exception();
+    }
+  };
+  found.sequence->run_where_delayed(found.call, compute_and_accumulate);
+  return thrown_by_hook;
 }
 
 void DelayedWeights::forget(const Found& found) noexcept {

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/FunctionRef.h>
 
 #include "analysis/sequence_order.h"
 #include "graphs/sequence/captured_sequence.h"
@@ -162,6 +163,9 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// Computes the gradients of the delayed parameters of `call`, which are not delayed any more: see Note [Delayed weight gradients] in
   /// weights_capture.cpp. Throws: as replay_weights.
   [[nodiscard]] LeafGradients take_weights(std::size_t call);
+  /// Runs `work` on the stream of the backward that delayed the weight gradients of `call`. As in a backward(), that stream waits for the
+  /// caller's, and the caller's for it: gradients are memory of the forward's stream, whoever asks for them.
+  void run_where_delayed(std::size_t call, c10::function_ref<void()> work);
   /// May be repeated until take_weights. Returns copies; undefined if no output that leads there got a gradient.
   /// Throws: UsageError; nothing has been queued then.
   [[nodiscard]] std::vector<at::Tensor> replay_weights(std::size_t call);
@@ -189,6 +193,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   void take_turn(std::size_t call);
   void launch_forward(std::size_t call, const ReplayOptions* target);
   void launch_backward(std::size_t call);
+  void let_caller_wait();
   /// Before the launch of a backward with this graph index, which check_order_of_backward allows: calls that await theirs and would have
   /// to run it first will have none.
   void give_up_later_calls(std::size_t graph_index) noexcept;

@@ -1,7 +1,11 @@
 // Replay of backwards. Note [Graph choreography] in graph_sequence.cpp has their order.
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "base/site.h"
 #include "graphs/gradients/call_gradients.h"
@@ -108,20 +112,16 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
                     : grad.direct                    ? grad.made
                                                      : at::empty_like(grad.made));
   });
-  const auto order = [&](c10::Stream earlier, c10::Stream later) {
-    runtime_->record(streams_.mark(), earlier);
-    runtime_->wait(later, streams_.mark());
-  };
   const Streams adding = call.accumulates ? streams_that_add(call.parameters, runtime_->current_stream()) : Streams();
   for (const c10::Stream stream : adding) {
-    order(stream, runtime_->current_stream());
+    streams_.order(stream, runtime_->current_stream());
   }
   if (call.accumulates && !call.replay.grads_in_place) {
     attach_owned_grads(call.parameters, used);
   }
   launch_backward(index);
   for (const c10::Stream stream : adding) {
-    order(runtime_->current_stream(), stream);
+    streams_.order(runtime_->current_stream(), stream);
   }
   delay_weights(index, used);
   settle_pending(index);
@@ -143,6 +143,22 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
     }
   });
   call.replay.backward_failed = false;
+  const auto goes_on = [](const at::Tensor& grad) { return grad.defined(); };
+  if (call.accumulates && !grads.empty() && std::none_of(grads.begin(), grads.end(), goes_on)) {
+    let_caller_wait();
+  }
+}
+
+// Autograd lets the caller of a backward() wait for the streams of nodes that lead nowhere, which are leaves. This node leads to inputs. If
+// none of them gets a gradient, no leaf comes after it, and the caller would read `.grad` too early.
+void GraphSequence::let_caller_wait() {
+  const auto wait = [self = shared_from_this(), stream = runtime_->current_stream()] {
+    const std::lock_guard lock(self->mutex_);
+    self->streams_.order(stream, self->runtime_->current_stream());
+  };
+  if (torch::autograd::get_current_graph_task_id() != -1) {  // else there is no caller but this thread
+    torch::autograd::Engine::get_default_engine().queue_callback(wait);
+  }
 }
 
 void GraphSequence::launch_backward(std::size_t index) {

@@ -47,6 +47,13 @@ void SequenceStreams::fork(c10::Stream side) {
   runtime_->wait(side, fork_);
 }
 
+void SequenceStreams::order(c10::Stream earlier, c10::Stream later) {
+  if (earlier != later) {
+    runtime_->record(fork_, earlier);
+    runtime_->wait(later, fork_);
+  }
+}
+
 void SequenceStreams::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event) {
   const auto launch_it = [&] {
     runtime_->launch(graph, side);
@@ -72,10 +79,8 @@ void SequenceStreams::launch(const Graph& graph, c10::Stream side, const Externa
 }
 
 void SequenceStreams::follow_latest_call() {
-  const c10::Stream now = runtime_->current_stream();
-  if (called_on_ && *called_on_ != now) {
-    runtime_->record(fork_, *called_on_);
-    runtime_->wait(now, fork_);
+  if (called_on_) {
+    order(*called_on_, runtime_->current_stream());
   }
 }
 

@@ -45,6 +45,8 @@ class SequenceStreams {
   [[nodiscard]] c10::Stream side(const ReplayOptions& target, std::size_t number);
   /// `side` waits for all work of the current stream.
   void fork(c10::Stream side);
+  /// `later` waits for all work of `earlier`, unless they are the same.
+  void order(c10::Stream earlier, c10::Stream later);
   /// Launches `graph` on `side`. The current stream waits for `done`. `event`: the caller's of this call, or null.
   void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event);
   /// The current stream waits for the stream that the latest graph was called on: that stream is after the graph and its readers.

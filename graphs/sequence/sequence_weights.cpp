@@ -50,6 +50,21 @@ std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
   return grads;
 }
 
+void GraphSequence::run_where_delayed(std::size_t index, c10::function_ref<void()> work) {
+  const c10::Stream caller = runtime_->current_stream();
+  const c10::Stream stream = captured_.calls[index].replay.weights_delayed.value_or(caller);
+  const auto order = [this](c10::Stream earlier, c10::Stream later) {
+    const std::lock_guard lock(mutex_);
+    streams_.order(earlier, later);
+  };
+  order(caller, stream);
+  {
+    const StreamGuard on_it(*runtime_, stream);
+    work();
+  }
+  order(stream, caller);
+}
+
 LeafGradients GraphSequence::take_weights(std::size_t index) {
   LeafGradients made;
   const std::lock_guard lock(mutex_);
@@ -67,7 +82,7 @@ LeafGradients GraphSequence::take_weights(std::size_t index) {
 
 void GraphSequence::settle_weights(std::size_t index) noexcept {
   const std::lock_guard lock(mutex_);
-  if (std::exchange(captured_.calls[index].replay.weights_delayed, false)) {
+  if (std::exchange(captured_.calls[index].replay.weights_delayed, std::nullopt)) {
     pending_.weights_computed(index);
     settle_idle();
   }

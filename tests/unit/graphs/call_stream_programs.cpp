@@ -6,6 +6,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "models/scopes.h"
 #include "unit/graphs/engine_program.h"
 
 namespace sidestream::testing_model {
@@ -95,11 +96,105 @@ class CallsOfALoadersBatch final : public StackProgram {
   std::vector<at::Tensor> inputs_;
 };
 
+/// The forward runs on one stream, and `backward()` and `backward_dw` are called on another. An optimizer on the first stream unsets
+/// the gradients, and later work of the second takes memory.
+class WeightsFromAnotherStream final : public StackProgram {
+ public:
+  explicit WeightsFromAnotherStream(const Runtimes& runtimes) : StackProgram(runtimes, kLayers), streams_(runtime()) {
+    if (make_engine(*model_, stack_options())) {
+      capture_linked(callables(0, kLayers), GraphOptions().gradients("**", GradientPolicy::delayed));
+    }
+    runtime().synchronize_device();
+  }
+  ~WeightsFromAnotherStream() override { end(); }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_b(streams_.b());
+    const at::Tensor x = rows_of(s).requires_grad_(true);
+    std::vector<at::Tensor> results;
+    streams_.order(streams_.b(), streams_.a());
+    at::Tensor loss;
+    {
+      const c10::StreamGuard on_a(streams_.a());
+      loss = run(0, kLayers, x).sum();
+    }
+    loss.backward();
+    if (engine_) {
+      engine_->backward_dw();
+    }
+    for (const at::Tensor& parameter : model_->parameters()) {
+      results.push_back(parameter.grad() * 0.25);
+    }
+    streams_.order(streams_.b(), streams_.a());
+    {
+      const c10::StreamGuard on_a(streams_.a());
+      for (const at::Tensor& parameter : model_->parameters()) {
+        results.push_back(parameter.grad() * 0.5);
+      }
+      model_->zero_grad();
+    }
+    for (int i = 0; i < 8; ++i) {
+      results.push_back(x.detach() * (1.5 + i));
+    }
+    streams_.order(streams_.a(), streams_.b());
+    return results;
+  }
+
+ private:
+  static constexpr std::size_t kLayers = 3;
+  StreamPair streams_;
+};
+
+/// A call adds into `.grad` and its input gets no gradient: autograd has no leaf to wait for. The forward runs on one stream, and
+/// `backward()` is called on another, which reads the gradient.
+class OnlyAddsIntoGrad final : public EngineProgram {
+ public:
+  explicit OnlyAddsIntoGrad(const Runtimes& runtimes)
+      : EngineProgram(runtimes), streams_(runtime()), weight_(rows_of(99).requires_grad_(true)) {
+    body_ = [weight = weight_](const Tensors& inputs) {
+      return Tensors{inputs[0] * 2, (weight * 0.5).tanh().exp() * weight};
+    };
+    if (make_engine(model_, Options(device()).min_bytes(1024).groups_in_flight(1).offload("**"))) {
+      layers_ = make_graphed_callables(*engine_, {Callable("call", owning(body_))}, {{rows_of(0).requires_grad_(true)}},
+                                       GraphOptions().gradients("call", GradientPolicy::accumulated));
+    }
+    runtime().synchronize_device();
+  }
+  ~OnlyAddsIntoGrad() override { end(); }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_b(streams_.b());
+    const auto step = step_of_engine();
+    weight_.mutable_grad() = at::Tensor();
+    const at::Tensor x = rows_of(s).requires_grad_(true) * 1.5;
+    const at::Tensor seed = rows_of(s, 1);
+    streams_.order(streams_.b(), streams_.a());
+    at::Tensor loss;
+    {
+      const c10::StreamGuard on_a(streams_.a());
+      const Tensors outputs = engine_ ? layers_[0]({x}) : body_({x});
+      loss = through_scopes(outputs[1] * seed).sum();
+    }
+    loss.backward();
+    std::vector<at::Tensor> results{weight_.grad().clone()};
+    streams_.order(streams_.b(), streams_.a());
+    return results;
+  }
+
+ private:
+  StreamPair streams_;
+  at::Tensor weight_;
+  TensorFunction body_;
+  torch::nn::Module model_;
+};
+
 }  // namespace
 
 std::vector<NamedProgram> call_stream_programs() {
   return {named_program<CallsOnTwoStreams>("calls_on_two_streams"),
-          named_program<CallsOfALoadersBatch>("calls_of_a_loaders_batch")};
+          named_program<CallsOfALoadersBatch>("calls_of_a_loaders_batch"),
+          named_program<WeightsFromAnotherStream>("weights_from_another_stream"),
+          named_program<OnlyAddsIntoGrad>("only_adds_into_grad")};
 }
 
 }  // namespace sidestream::testing_model
