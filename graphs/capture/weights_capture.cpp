@@ -34,6 +34,8 @@ namespace sidestream {
 //                                                                               |   ^
 //   S                                                                           +--> weights graph of k
 //
+// M is the stream of k's backward. If another stream calls backward_dw, M waits for it before the fork, and it waits for M at the end.
+//
 // Offloaded storages that only the weights graph reads are reloaded for it, into its pool. Which they are the sizing pass learns: it runs
 // both parts, and sees what kernels of the first one read. Nodes unpack also what they do not read. In the capture of the backward they
 // get a storage without memory for it.

@@ -39,13 +39,12 @@ c10::Storage EagerOffload::release(const c10::Storage& storage,
   const std::lock_guard lock(mutex_);
   c10::StorageImpl& from = *storage.unsafeGetStorageImpl();
   const c10::Device device = from.device();
-  const auto named = named_streams::of(storage);
   at::DataPtr taken = std::move(from._mutable_data_ptr_no_checks());
   from.set_data_ptr_noswap(at::DataPtr(nullptr, device));
   const c10::Storage memory(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), from.nbytes(), std::move(taken), from.allocator(), from.resizable()));
   from.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-  for (const c10::Stream stream : named) {
+  for (const c10::Stream stream : named_streams::of(storage)) {
     named_streams::add(memory, stream);
   }
   for (const auto& saved : holders) {

@@ -54,7 +54,8 @@ namespace sidestream {
 // If a step saves on several streams, each of them is an M, and D and H fork from all that saved tensors of g. The first of them waits
 // for offloaded(g). For the others the allocator is told of every stream that has saved in the step. Without offload autograd would hold
 // a saved tensor until backward, and any of these streams could read it until then. So the memory is used again only after all of these
-// streams, and on the first one after the copy. Backward reads a reloaded copy on the streams that saved it.
+// streams, and on the first one after the copy. Backward reads a reloaded copy on the streams that saved it, or on others that unpack it
+// or that the program named for its source. The copy is memory of the first saver, so the allocator is told of all these streams.
 
 EagerOffload::EagerOffload(std::shared_ptr<Runtime> runtime, std::shared_ptr<GroupMover> mover, CopyLimits limits)
     : runtime_(std::move(runtime)),

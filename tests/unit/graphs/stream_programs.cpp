@@ -245,13 +245,14 @@ struct ProductReadBeside : torch::autograd::Function<ProductReadBeside> {
 
 class ReadBesideTheBackward final : public OnStreams {
  public:
-  ReadBesideTheBackward(const Runtimes& runtimes, bool unpacks, bool releases)
+  enum class Reader : std::uint8_t { named, named_and_released, unpacks };
+  ReadBesideTheBackward(const Runtimes& runtimes, Reader reader)
       : OnStreams(runtimes),
-        releases_(releases),
+        releases_(reader == Reader::named_and_released),
         beside_{[this](c10::Stream earlier, c10::Stream later) { order(earlier, later); },
                 [this] { return runtime().current_stream(); },
                 b(),
-                unpacks,
+                reader == Reader::unpacks,
                 {}} {}
   std::vector<at::Tensor> step(std::int64_t s) override {
     const auto step = step_of_engine();
@@ -369,9 +370,10 @@ std::vector<NamedProgram> stream_programs() {
           named_program<ReadOnAnotherStream>("saved_again_on_another_stream", true),
           named_program<ReadOnAnotherStream>("read_on_another_stream", false),
           named_program<LoaderOnAnotherStream>("loader_on_another_stream"),
-          named_program<ReadBesideTheBackward>("read_on_a_named_stream", false, false),
-          named_program<ReadBesideTheBackward>("released_and_read_on_a_named_stream", false, true),
-          named_program<ReadBesideTheBackward>("unpacked_on_another_stream", true, false),
+          named_program<ReadBesideTheBackward>("read_on_a_named_stream", ReadBesideTheBackward::Reader::named),
+          named_program<ReadBesideTheBackward>("released_and_read_on_a_named_stream",
+                                               ReadBesideTheBackward::Reader::named_and_released),
+          named_program<ReadBesideTheBackward>("unpacked_on_another_stream", ReadBesideTheBackward::Reader::unpacks),
           named_program<ReadBackOnTwoStreams>("read_back_on_two_streams"),
           named_program<UnusedReload>("unused_reload_in_the_step", Again::in_the_step),
           named_program<UnusedReload>("unused_reload_after_the_step", Again::after_the_step),
