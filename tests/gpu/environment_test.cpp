@@ -79,10 +79,11 @@ TEST_F(GpuEnvironmentTest, TheFirstAttentionOfAProcessChangesNoModeThatCapturesD
   expect_passes("AFirstEngineCapturesOnce", "");
 }
 
-TEST_F(GpuEnvironmentTest, AnEngineOnTheSecondDeviceLeavesTheFirstAlone) {
+class TwoGpusEnvironmentTest : public GpuEnvironmentTest {};
+
+TEST_F(TwoGpusEnvironmentTest, AnEngineOnTheSecondDeviceLeavesTheFirstAlone) {
   if (c10::cuda::device_count() < 2) {
-    std::printf("one GPU only: nothing to see\n");
-    return;
+    GTEST_SKIP() << "this needs two GPUs";
   }
   expect_passes("TheFirstDeviceHasNoContext", "SIDESTREAM_TEST_GPU=1");
   expect_passes("EnginesComeAndGo", "SIDESTREAM_TEST_GPU=1");

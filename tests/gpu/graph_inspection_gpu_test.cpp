@@ -32,12 +32,12 @@ class GpuGraphInspectionTest : public GpuBlocks {
   }
   /// Captures a call that exponentiates, queues `queue` and takes the tangent.
   std::vector<GraphedCallable> graph(const std::function<void(cudaStream_t)>& queue) {
-    const auto body = [queue](const Tensors& in) {
+    const auto body = [queue, device = device_.index()](const Tensors& in) {
       at::Tensor h;
       {
         OffloadScope scope("first");
         h = in[0].exp();
-        queue(c10::cuda::getCurrentCUDAStream().stream());
+        queue(c10::cuda::getCurrentCUDAStream(device).stream());
       }
       OffloadScope scope("second");
       return Tensors{h.tanh()};
