@@ -1,6 +1,7 @@
 // Models on streams of their own under check_steps: no finding where they order their streams, and a finding that names both sides
 // where they, or the engine, forget to.
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <memory>
 #include <set>
@@ -19,6 +20,7 @@
 #include "graphs/engine/engine_access.h"
 #include "models/scopes.h"
 #include "observe/checked_runtime.h"
+#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/graphed_callable.h"
@@ -112,6 +114,25 @@ INSTANTIATE_TEST_SUITE_P(Model, ForkingModel, testing::Values(Forgets::nothing, 
                                               : info.param == Forgets::fork  ? "Fork"
                                                                              : "Join");
                          });
+
+/// A call gives out a view of its input, and the next call reads that. The capture copies the view's sample on the capture stream.
+TEST_F(CheckedStreamsTest, TheCaptureReadsSamplesAfterTheyWereWritten) {
+  OffloadEngine engine(model_, Options(device_).graph("*").check_steps(kSteps));
+  for (std::size_t s = 0; s < kSteps; ++s) {
+    const auto step = engine.step();
+    const auto outputs = call(
+        "first",
+        [](const at::Tensor& x) {
+          return std::array<at::Tensor, 2>{x.tanh(), x.view({-1})};
+        },
+        data(s) * 1.5);
+    const at::Tensor next = call(
+        "second", [](const at::Tensor& x) { return x.exp(); }, outputs[1]);
+    (outputs[0].sum() + next.sum()).backward();
+  }
+  EXPECT_EQ(engine.report().order_findings, std::vector<std::string>());
+  EXPECT_GT(engine.report().replays, 0);
+}
 
 TEST_F(CheckedStreamsTest, AStorageSavedOnTwoStreamsIsClean) {
   const std::vector<at::Tensor> given = inputs(10);
