@@ -19,6 +19,7 @@
 
 #include "graphs/outputs/storage_holders.h"
 #include "memory/storage_view.h"
+#include "offload/kept_memory.h"
 #include "offload/name_pattern.h"
 #include "offload/saved_tensor_recorder.h"
 #include "runtime/replayed_memory.h"
@@ -193,6 +194,18 @@ OwnedGradient OwnedGradients::of(const at::Tensor& parameter) {
   return gradient;
 }
 
+void OwnedGradients::follow_latest_step(Runtime& runtime) {
+  const c10::Stream now = runtime.current_stream();
+  if (step_on_ && *step_on_ != now) {
+    if (!mark_) {
+      mark_ = runtime.create_event();
+    }
+    runtime.record(*mark_, *step_on_);
+    runtime.wait(now, *mark_);
+  }
+  step_on_ = now;
+}
+
 void OwnedGradients::hold_accumulators() {
   for (auto& [key, entry] : entries_) {
     if (auto parameter = entry.parameter.lock(); parameter && !entry.memory.expired()) {
@@ -287,18 +300,23 @@ void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used) 
   }
 }
 
+void keep_owned_grads_for(const std::vector<CallParameter>& parameters, c10::Stream stream) {
+  for (const CallParameter& parameter : parameters) {
+    if (parameter.policy == GradientPolicy::accumulated) {
+      keep_for(parameter.grad.storage(), stream);
+    }
+  }
+}
+
 Streams streams_that_add(const std::vector<CallParameter>& parameters, c10::Stream current) {
   Streams streams;
-  if (current == c10::impl::getDeviceGuardImpl(current.device_type())->getDefaultStream(current.device())) {
-    return streams;
-  }
   for (const CallParameter& parameter : parameters) {
     if (parameter.policy != GradientPolicy::accumulated) {
       continue;
     }
     if (const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter.tensor); node != nullptr) {
-      if (const auto stream = node->stream(); stream && *stream != current) {
-        add_stream(streams, *stream);
+      if (const c10::Stream stream = node->input_metadata(0).stream(); stream != current) {
+        add_stream(streams, stream);
       }
     }
   }

@@ -16,6 +16,7 @@
 #include "graphs/outputs/static_tensors.h"
 #include "memory/storage_view.h"
 #include "offload/saved_storage.h"
+#include "runtime/runtime.h"
 #include "sidestream/detail/module_forward.h"
 #include "sidestream/graph_options.h"
 
@@ -89,6 +90,10 @@ class OwnedGradients {
   /// Throws: UsageError if captures add into a gradient that was given other memory since.
   [[nodiscard]] OwnedGradient of(const at::Tensor& parameter);
 
+  /// The current stream waits for the stream of the engine's latest whole step: all of them write the same gradients, replays and eager
+  /// runs.
+  void follow_latest_step(Runtime& runtime);
+
   /// Autograd finds the leaf that a backward names only while its accumulator lives, and no graph has an edge to these accumulators. So
   /// they are held here (see refuse_owned_gradients), but not in captures, which belong to other streams.
   void hold_accumulators();
@@ -105,6 +110,8 @@ class OwnedGradients {
     std::shared_ptr<torch::autograd::Node> accumulator;
   };
   std::unordered_map<const c10::TensorImpl*, Entry> entries_;
+  std::optional<c10::Stream> step_on_;  ///< of the latest whole step
+  std::optional<Event> mark_;           ///< recorded anew for each wait
 };
 
 /// True if the values of a `.grad` may be put into `memory`, because no other code could tell. A gradient that graphs attach is theirs,
@@ -126,8 +133,12 @@ void check_owned_grads(const std::string& name, const std::vector<CallParameter>
 /// gradient is zeroed and attached. If autograd has since put a `.grad` there, and no other code holds it, its values are taken.
 void attach_owned_grads(std::vector<CallParameter>& parameters, OutputSet used);
 
+/// Keeps the memory of `.grad`s that graphs own for `stream`, on which a backward adds into them. It is another stream's memory, if that
+/// one was current at the capture. In plain training it would be the backward's stream's, and code there need not wait for others.
+void keep_owned_grads_for(const std::vector<CallParameter>& parameters, c10::Stream stream);
+
 /// The streams, other than `current`, on which autograd adds into the `.grad` that graphs own: it runs there what adds the gradients of
-/// eager readers. On the device's default stream autograd adds too, so that nothing is looked for if `current` is that one.
+/// eager readers.
 [[nodiscard]] Streams streams_that_add(const std::vector<CallParameter>& parameters, c10::Stream current);
 
 /// For its lifetime, adds the gradient that a backward pass computes for a leaf into that leaf's target as soon as the gradient is

@@ -92,7 +92,8 @@ struct CapturedCall {
     std::optional<ChunkId> chunk_id;  ///< of that chunk, if the sequence is captured in the order of a step
     bool ran_eagerly = false;         ///< since the latest forward: what is linked to its outputs gets other tensors
     bool grads_in_place = false;      ///< the `.grad`s that it adds into: seen before the latest backward
-    ReplayOptions target;             ///< the caller's at the latest forward; its backward uses it too
+    std::optional<c10::Stream> grads_kept_for;  ///< the latest stream that their memory is kept for
+    ReplayOptions target;                       ///< the caller's at the latest forward; its backward uses it too
   };
 
   CallSpec spec;

@@ -160,6 +160,8 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// Replays the backward of `call` for its forward `generation`; `grads` become the gradients of inputs, then of parameters.
   /// Throws: UsageError; nothing has been queued then.
   void backward(std::size_t call, std::uint64_t generation, std::vector<at::Tensor>& grads);
+  /// In a backward(): who called it waits, at its end, for what graphs of it add into `.grad`.
+  void let_caller_wait();
   /// Computes the gradients of the delayed parameters of `call`, which are not delayed any more: see Note [Delayed weight gradients] in
   /// weights_capture.cpp. Throws: as replay_weights.
   [[nodiscard]] LeafGradients take_weights(std::size_t call);
@@ -191,9 +193,9 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
  private:
   /// Before the launch of a forward: this sequence has the turn from here on. Throws: UsageError if another awaits a backward.
   void take_turn(std::size_t call);
-  void launch_forward(std::size_t call, const ReplayOptions* target);
+  /// `locked`: as SequenceStreams::launch takes it.
+  void launch_forward(std::size_t call, const ReplayOptions* target, bool locked);
   void launch_backward(std::size_t call);
-  void let_caller_wait();
   /// Before the launch of a backward with this graph index, which check_order_of_backward allows: calls that await theirs and would have
   /// to run it first will have none.
   void give_up_later_calls(std::size_t graph_index) noexcept;
@@ -222,6 +224,7 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   std::shared_ptr<DelayedWeights> delayed_weights_;
   std::int64_t latest_ = -1;  ///< the call whose forward was launched last
   std::uint64_t unused_outputs_ = 0;
+  int backward_with_waiting_caller_ = -1;  ///< autograd's number of the latest one (let_caller_wait)
 };
 
 }  // namespace sidestream

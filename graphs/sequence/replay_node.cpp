@@ -85,7 +85,24 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
       results[i] = results[i].clone();
     }
   }
+  if (sequence_->captured().calls[call_].accumulates && !results.empty() && !leads_to_a_leaf(results)) {
+    sequence_->let_caller_wait();
+  }
   return results;
+}
+
+// Autograd lets the caller of a backward() wait for the streams of leaves, and a leaf's stream waits for the gradient that it gets. Any other
+// node may drop what it gets.
+bool ReplayNode::leads_to_a_leaf(const torch::autograd::variable_list& results) const {
+  for (const auto i : c10::irange(results.size())) {
+    const torch::autograd::Node* const next = next_edge(i).function.get();
+    const ReplayNode* const replay = as_replay(next);  // one that accumulates lets the caller wait itself
+    if (results[i].defined() && (replay != nullptr ? replay->sequence_->captured().calls[replay->call_].accumulates
+                                                   : typeid(*next) == typeid(torch::autograd::AccumulateGrad))) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // A backward that names inputs (autograd::grad, or backward with a list) must not change any other `.grad`. A graph would, so such a

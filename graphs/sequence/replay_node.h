@@ -45,6 +45,8 @@ class ReplayNode final : public torch::autograd::Node, public GradientOwner {
 
  private:
   void refuse_named_gradients() const;
+  /// Whether a node after this one lets the caller of the backward() wait for it.
+  [[nodiscard]] bool leads_to_a_leaf(const torch::autograd::variable_list& results) const;
   std::shared_ptr<GraphSequence> sequence_;
   std::size_t call_;
   std::uint64_t generation_;

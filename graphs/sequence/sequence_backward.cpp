@@ -112,6 +112,10 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
                     : grad.direct                    ? grad.made
                                                      : at::empty_like(grad.made));
   });
+  if (call.accumulates && call.replay.grads_kept_for != runtime_->current_stream()) {
+    keep_owned_grads_for(call.parameters, runtime_->current_stream());
+    call.replay.grads_kept_for = runtime_->current_stream();
+  }
   const Streams adding = call.accumulates ? streams_that_add(call.parameters, runtime_->current_stream()) : Streams();
   for (const c10::Stream stream : adding) {
     streams_.order(stream, runtime_->current_stream());
@@ -143,22 +147,20 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
     }
   });
   call.replay.backward_failed = false;
-  const auto goes_on = [](const at::Tensor& grad) { return grad.defined(); };
-  if (call.accumulates && !grads.empty() && std::none_of(grads.begin(), grads.end(), goes_on)) {
-    let_caller_wait();
-  }
 }
 
-// Autograd lets the caller of a backward() wait for the streams of nodes that lead nowhere, which are leaves. This node leads to inputs. If
-// none of them gets a gradient, no leaf comes after it, and the caller would read `.grad` too early.
+// Each call's stream waits for that of the call before, so the latest one is enough.
 void GraphSequence::let_caller_wait() {
-  const auto wait = [self = shared_from_this(), stream = runtime_->current_stream()] {
-    const std::lock_guard lock(self->mutex_);
-    self->streams_.order(stream, self->runtime_->current_stream());
-  };
-  if (torch::autograd::get_current_graph_task_id() != -1) {  // else there is no caller but this thread
-    torch::autograd::Engine::get_default_engine().queue_callback(wait);
+  const int backward = torch::autograd::get_current_graph_task_id();
+  if (backward == -1 || backward == backward_with_waiting_caller_) {  // -1: there is no caller but this thread
+    return;
   }
+  const auto wait = [self = shared_from_this()] {
+    const std::lock_guard lock(self->mutex_);
+    self->streams_.follow_latest_call();
+  };
+  torch::autograd::Engine::get_default_engine().queue_callback(wait);
+  backward_with_waiting_caller_ = backward;
 }
 
 void GraphSequence::launch_backward(std::size_t index) {

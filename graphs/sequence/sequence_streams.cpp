@@ -54,12 +54,24 @@ void SequenceStreams::order(c10::Stream earlier, c10::Stream later) {
   }
 }
 
-void SequenceStreams::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event) {
+std::unique_lock<std::mutex> SequenceStreams::lock_to_launch(const Graph& graph,
+                                                             std::unique_lock<std::recursive_mutex>& lock) const {
+  if (graph && runtime_->draws(graph)) {
+    return draw_order_.lock_with(lock);
+  }
+  lock.lock();
+  return {};
+}
+
+void SequenceStreams::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event,
+                             bool locked) {
   const auto launch_it = [&] {
     runtime_->launch(graph, side);
     ++launches_;  // whatever fails from here on, the graph runs
   };
-  if (runtime_->draws(graph)) {
+  if (locked) {
+    draw_order_.launch_locked(*runtime_, side, launch_it);
+  } else if (runtime_->draws(graph)) {
     draw_order_.launch(*runtime_, side, launch_it);
   } else {
     launch_it();

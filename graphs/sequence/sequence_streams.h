@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -47,8 +48,13 @@ class SequenceStreams {
   void fork(c10::Stream side);
   /// `later` waits for all work of `earlier`, unless they are the same.
   void order(c10::Stream earlier, c10::Stream later);
-  /// Launches `graph` on `side`. The current stream waits for `done`. `event`: the caller's of this call, or null.
-  void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event);
+  /// Locks `lock`, and the order of graphs that draw if `graph` is one of them. Empty if it is not.
+  [[nodiscard]] std::unique_lock<std::mutex> lock_to_launch(const Graph& graph,
+                                                            std::unique_lock<std::recursive_mutex>& lock) const;
+  /// Launches `graph` on `side`. The current stream waits for `done`. `event`: the caller's of this call, or null. `locked`: the caller
+  /// has what `lock_to_launch` returned for the graph.
+  void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event,
+              bool locked = false);
   /// The current stream waits for the stream that the latest graph was called on: that stream is after the graph and its readers.
   void follow_latest_call();
   [[nodiscard]] bool launched_any() const noexcept { return called_on_.has_value(); }

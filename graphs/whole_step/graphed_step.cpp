@@ -1,7 +1,6 @@
 #include "sidestream/graphed_step.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -61,16 +60,12 @@ class GraphedStep::Shared {
 
   /// Captures if no variant accepts the inputs.
   [[nodiscard]] const CallVariant& variant_for(const detail::CallRequest& request);
-  /// The current stream waits for the stream of the latest step: all steps write the same gradients, replays and eager runs.
-  void follow_latest_step(Runtime& runtime);
   [[nodiscard]] VariantTable& variants() const noexcept { return set_->sites.front().variants; }
 
   OffloadEngine engine_;
   std::shared_ptr<const WholeStepBody::Given> given_;
   std::vector<std::shared_ptr<WholeStepBody>> bodies_;  ///< by variant
   std::shared_ptr<CallSet> set_;                        ///< of one call; null after `reset`
-  std::optional<c10::Stream> called_on_;                ///< of the latest step
-  std::optional<Event> mark_;                           ///< recorded anew for each wait
 };
 
 void GraphedStep::Shared::check_inputs(const std::vector<Tensors>& microbatches) const {
@@ -121,18 +116,6 @@ const CallVariant& GraphedStep::Shared::variant_for(const detail::CallRequest& r
   return variants().all.back();
 }
 
-void GraphedStep::Shared::follow_latest_step(Runtime& runtime) {
-  const c10::Stream now = runtime.current_stream();
-  if (called_on_ && *called_on_ != now) {
-    if (!mark_) {
-      mark_ = runtime.create_event();
-    }
-    runtime.record(*mark_, *called_on_);
-    runtime.wait(now, *mark_);
-  }
-  called_on_ = now;
-}
-
 std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microbatches) {
   if (set_ == nullptr) {
     throw UsageError("graphed step \"" + name() +
@@ -159,7 +142,8 @@ std::vector<Tensors> GraphedStep::Shared::run(const std::vector<Tensors>& microb
   request.prepare = [](const void* context) { static_cast<const Call*>(context)->body->prepare(); };
   call.variant = &variant_for(request);
   call.body = bodies_[static_cast<std::size_t>(call.variant - variants().all.data())].get();
-  follow_latest_step(*EngineAccess::state(engine_).resources().runtime);
+  EngineResources& resources = EngineAccess::state(engine_).resources();
+  resources.owned_gradients.follow_latest_step(*resources.runtime);
   try {
     EngineAccess::state(engine_).dispatch(set_->sites.front(), request, buffers->outputs);
   } catch (...) {

@@ -44,6 +44,29 @@ class DrawOrder {
       }
       lock.unlock();  // a capture has begun just now
     }
+    launch_locked(runtime, stream, launch);
+  }
+
+  /// Locks `other` and this order, for `launch_locked`. Waits for captures without `other`: they may need it, and so may autograd's thread,
+  /// which works for them.
+  /// Throws: as `launch`; nothing is locked then.
+  [[nodiscard]] std::unique_lock<std::mutex> lock_with(std::unique_lock<std::recursive_mutex>& other) {
+    for (;;) {
+      CaptureTurn::let_others_finish(device_, "a graph that draws random numbers is replayed by a backward pass");
+      other.lock();
+      std::unique_lock lock(mutex_, std::try_to_lock);
+      if (lock && !CaptureTurn::others(device_)) [[likely]] {
+        return lock;
+      }
+      other.unlock();
+      if (!lock) {
+        lock.lock();  // until its holder has launched
+      }
+    }
+  }
+  /// As `launch`, for who has what `lock_with` returned.
+  template <class Launch>
+  void launch_locked(Runtime& runtime, c10::Stream stream, const Launch& launch) {
     wait(runtime, stream);
     launch();
     mark(runtime, stream);

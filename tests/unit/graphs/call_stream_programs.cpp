@@ -1,10 +1,15 @@
 // Programs whose graphed calls are made on several streams.
 #include <array>
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "models/scopes.h"
 #include "unit/graphs/engine_program.h"
@@ -145,12 +150,21 @@ class WeightsFromAnotherStream final : public StackProgram {
   StreamPair streams_;
 };
 
-/// A call adds into `.grad` and its input gets no gradient: autograd has no leaf to wait for. The forward runs on one stream, and
-/// `backward()` is called on another, which reads the gradient.
+/// Passes on no gradient.
+struct Dropped : torch::autograd::Function<Dropped> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) { return x * 2; }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 const torch::autograd::variable_list& /*gradients*/) {
+    return {at::Tensor()};
+  }
+};
+
+/// A call adds into `.grad`, and its input gets no gradient, or one that a later node drops: autograd has no leaf to wait for. The forward
+/// runs on one stream, and `backward()` is called on another, which reads the gradient.
 class OnlyAddsIntoGrad final : public EngineProgram {
  public:
-  explicit OnlyAddsIntoGrad(const Runtimes& runtimes)
-      : EngineProgram(runtimes), streams_(runtime()), weight_(rows_of(99).requires_grad_(true)) {
+  OnlyAddsIntoGrad(const Runtimes& runtimes, bool dropped)
+      : EngineProgram(runtimes), dropped_(dropped), streams_(runtime()), weight_(rows_of(99).requires_grad_(true)) {
     body_ = [weight = weight_](const Tensors& inputs) {
       return Tensors{inputs[0] * 2, (weight * 0.5).tanh().exp() * weight};
     };
@@ -172,20 +186,143 @@ class OnlyAddsIntoGrad final : public EngineProgram {
     at::Tensor loss;
     {
       const c10::StreamGuard on_a(streams_.a());
-      const Tensors outputs = engine_ ? layers_[0]({x}) : body_({x});
-      loss = through_scopes(outputs[1] * seed).sum();
+      const at::Tensor input = dropped_ ? Dropped::apply(x) : x;
+      const Tensors outputs = engine_ ? layers_[0]({input}) : body_({input});
+      loss = through_scopes((dropped_ ? outputs[0] + outputs[1] : outputs[1]) * seed).sum();
     }
     loss.backward();
-    std::vector<at::Tensor> results{weight_.grad().clone()};
+    std::vector<at::Tensor> results{weight_.grad() + 0.0};  // a graph adds to zeros, so it has no -0
     streams_.order(streams_.b(), streams_.a());
     return results;
   }
 
  private:
+  bool dropped_;
   StreamPair streams_;
   at::Tensor weight_;
   TensorFunction body_;
   torch::nn::Module model_;
+};
+
+/// The accumulator of a weight is on stream a, where the step begins. A graph adds into `.grad` on the default stream, and another graph or
+/// an eager reader on stream a, in one backward().
+class AddsOnDefaultStream final : public EngineProgram {
+ public:
+  AddsOnDefaultStream(const Runtimes& runtimes, bool eager_reader)
+      : EngineProgram(runtimes),
+        eager_reader_(eager_reader),
+        streams_(runtime()),
+        weight_(rows_of(99).requires_grad_(true)) {
+    // One use of the weight: with several, plain training adds in another order.
+    body_ = [weight = weight_](const Tensors& inputs) { return Tensors{inputs[0] * (weight * 0.5).tanh().exp()}; };
+    streams_.order(runtime().current_stream(), streams_.a());
+    const c10::StreamGuard on_a(streams_.a());
+    if (make_engine(model_, Options(device()).min_bytes(1024).groups_in_flight(1).offload("**"))) {
+      for (const char* name : {"one", "two"}) {
+        layers_.push_back(make_graphed_callables(*engine_, {Callable(name, owning(body_))}, {{rows_of(0)}},
+                                                 GraphOptions().gradients("**", GradientPolicy::accumulated))[0]);
+      }
+    }
+    runtime().synchronize_device();
+  }
+  ~AddsOnDefaultStream() override { end(); }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::Stream main = runtime().current_stream();
+    streams_.order(main, streams_.a());
+    streams_.order(streams_.b(), streams_.a());
+    streams_.order(streams_.b(), main);
+    weight_.mutable_grad() = at::Tensor();
+    std::optional<Step> step;
+    at::Tensor one;
+    {
+      const c10::StreamGuard on_a(streams_.a());
+      if (engine_) {
+        step.emplace(engine_->step());
+      }
+      const at::Tensor x = rows_of(s, 0);
+      one = ((engine_ && !eager_reader_ ? layers_[0]({x}) : body_({x}))[0] * rows_of(s, 1)).sum();
+    }
+    const at::Tensor x = rows_of(s, 2);
+    const at::Tensor two = through_scopes((engine_ ? layers_[1]({x}) : body_({x}))[0] * rows_of(s, 3)).sum();
+    streams_.order(main, streams_.b());
+    streams_.order(streams_.a(), streams_.b());
+    std::vector<at::Tensor> results;
+    {
+      const c10::StreamGuard on_b(streams_.b());
+      one.record_stream(streams_.b());
+      two.record_stream(streams_.b());
+      at::globalContext().setWarnOnAccumulateGradStreamMismatch(false);  // plain training's warning of two streams
+      (one + two).backward();
+      at::globalContext().setWarnOnAccumulateGradStreamMismatch(true);
+      results.push_back(weight_.grad().clone());
+    }
+    streams_.order(streams_.b(), main);
+    streams_.order(streams_.b(), streams_.a());
+    const c10::StreamGuard on_a(streams_.a());
+    step.reset();
+    return results;
+  }
+
+ private:
+  bool eager_reader_;
+  StreamPair streams_;
+  at::Tensor weight_;
+  TensorFunction body_;
+  torch::nn::Module model_;
+};
+
+/// A `.grad` that a graph has added into outlives the graph. The stream of the backward reads it, and then it is unset.
+class GradOutlivesItsGraph final : public EngineProgram {
+ public:
+  explicit GradOutlivesItsGraph(const Runtimes& runtimes) : EngineProgram(runtimes), streams_(runtime()) {
+    for (std::size_t i = 0; i < kSteps; ++i) {
+      models_.push_back(layer_stack(1, device()));
+    }
+    if (make_engine(*models_[0], Options(device()).min_bytes(1024).offload("**"))) {
+      for (std::size_t i = 0; i < kSteps; ++i) {
+        layers_.push_back(make_graphed_callables(*engine_, {Callable("call" + std::to_string(i), &run, models_[i])},
+                                                 {{rows_of(100)}},
+                                                 GraphOptions().gradients("**", GradientPolicy::accumulated))[0]);
+      }
+    }
+    runtime().synchronize_device();
+  }
+  ~GradOutlivesItsGraph() override { end(); }
+
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const auto step = step_of_engine();
+    const auto index = static_cast<std::size_t>(s);
+    torch::nn::Sequential& model = models_.at(index);
+    std::vector<at::Tensor> results;
+    {
+      const c10::StreamGuard on_a(streams_.a());
+      const Tensors inputs{rows_of(s)};
+      through_scopes((engine_ ? layers_[index](inputs) : run(*model, inputs))[0]).sum().backward();
+    }
+    if (engine_) {
+      layers_[index].reset();
+    }
+    {
+      const c10::StreamGuard on_a(streams_.a());
+      for (const at::Tensor& parameter : model->parameters()) {
+        results.push_back(parameter.grad() * 0.5);
+      }
+    }
+    model->zero_grad();
+    for (const at::Tensor& parameter : model->parameters()) {
+      results.push_back(at::full_like(parameter, 7));
+      results.push_back(at::full_like(parameter, 8));
+    }
+    return results;
+  }
+
+ private:
+  static constexpr std::size_t kSteps = 8;
+  static Tensors run(torch::nn::SequentialImpl& model, const Tensors& inputs) { return {model.forward(inputs[0])}; }
+
+  StreamPair streams_;
+  std::vector<torch::nn::Sequential> models_;
 };
 
 }  // namespace
@@ -194,7 +331,11 @@ std::vector<NamedProgram> call_stream_programs() {
   return {named_program<CallsOnTwoStreams>("calls_on_two_streams"),
           named_program<CallsOfALoadersBatch>("calls_of_a_loaders_batch"),
           named_program<WeightsFromAnotherStream>("weights_from_another_stream"),
-          named_program<OnlyAddsIntoGrad>("only_adds_into_grad")};
+          named_program<OnlyAddsIntoGrad>("only_adds_into_grad", false),
+          named_program<OnlyAddsIntoGrad>("adds_into_grad_and_is_dropped", true),
+          named_program<AddsOnDefaultStream>("two_graphs_add_on_two_streams", false),
+          named_program<AddsOnDefaultStream>("adds_on_the_default_stream", true),
+          named_program<GradOutlivesItsGraph>("grad_outlives_its_graph")};
 }
 
 }  // namespace sidestream::testing_model

@@ -75,6 +75,14 @@ std::vector<EngineFault> replay_faults() {
        "the caller of a backward waits for what a graph adds into .grad, if no gradient leaves the call",
        "only_adds_into_grad",
        {Act::drop_wait, "", StreamRole::current, Mark::work}},
+      {"OwnedGradients::follow_latest_step",
+       "a whole step waits for the stream of the engine's latest one",
+       "two_graphs_in_turn",
+       {Act::drop_wait, "", StreamRole::current, Mark::work}},
+      {"keep_owned_grads_for",
+       "the allocator is told on which stream a graph adds into .grad",
+       "grad_outlives_its_graph",
+       {Act::drop_hold}},
       {"SequenceCopies::queue_for_weights",
        "a copy in for delayed weight gradients starts after the graphs that its memory served",
        "delayed_weights",
@@ -305,7 +313,7 @@ std::vector<EngineFault> capture_faults() {
       {"warm_up_and_capture",
        "the device is idle after the capture",
        "graphs_2",
-       {Act::skip_synchronize, "*", StreamRole::any, Mark::any, 3},
+       {Act::skip_synchronize, "*", StreamRole::any, Mark::any, 4},
        "what is done for a capture is no part of a recorded step"},
   };
 }

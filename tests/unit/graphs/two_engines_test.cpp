@@ -1,5 +1,6 @@
 // Engines of several threads in one process, on the simulated device: captures of one do not break the other.
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -16,10 +17,13 @@
 #include <torch/nn/module.h>
 
 #include "models/block_model.h"
+#include "models/layer_stack.h"
 #include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
+#include "sidestream/graph_pool.h"
+#include "sidestream/graphed_callable.h"
 #include "threads/at_once.h"
 
 namespace sidestream::testing_model {
@@ -162,6 +166,34 @@ TEST_F(TwoEnginesTest, ThreadsWithDropoutCaptureAndReplayAtOnce) {
     }
     EXPECT_GT(trainer.engine->report().replays, 0);
   });
+}
+
+/// The replay has the pool, and waits for the end of the capture because it draws; so the capture may not wait for the pool.
+TEST_F(TwoEnginesTest, AReplayThatDrawsLetsAnotherThreadCaptureInItsPool) {
+  const auto pool = std::make_shared<GraphPool>(device_);
+  torch::nn::Sequential models[] = {layer_stack(1, device_), layer_stack(1, device_)};
+  OffloadEngine first(*models[0], Options(device_));
+  OffloadEngine second(*models[1], Options(device_));
+  const auto graphed = [&](OffloadEngine& engine, const torch::nn::Sequential& model, std::function<void()> before) {
+    const auto body = [](torch::nn::SequentialImpl& of, const Tensors& inputs) {
+      return Tensors{at::dropout(of.forward(inputs[0]), 0.5, /*train=*/true)};
+    };
+    return make_graphed_callables(engine, {Callable("call", body, model)}, {{rows(0, device_)}},
+                                  GraphOptions().pool(pool).pre_warmup_hook(std::move(before)))[0];
+  };
+  const GraphedCallable replayed = graphed(first, models[0], {});
+  std::atomic<bool> capturing{false};
+  std::thread other([&] {
+    while (!capturing.load()) {
+      std::this_thread::yield();
+    }
+    EXPECT_NO_THROW(replayed({rows(1, device_)})[0].sum().backward());
+  });
+  EXPECT_NO_THROW((void)graphed(second, models[1], [&] {
+    capturing.store(true);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));  // meanwhile the other thread gets to its launch
+  }));
+  other.join();
 }
 
 /// Runs `forward` in its forward, and adds nothing.

@@ -105,14 +105,20 @@ class OneGraphOnStreams : public EngineProgram, protected StreamPair {
   ~OneGraphOnStreams() override {
     runtime().synchronize_device();
     step_.reset();
+    other_.reset();
     end();
   }
 
  protected:
-  /// On the current stream. Returns copies of the gradients: the next step writes them.
-  std::vector<at::Tensor> train(std::int64_t s) {
+  void make_other_step() {
+    if (engine_) {
+      other_.emplace(make_graphed_step(*engine_, Callable("other", &loss, model_), {data(100)}));
+    }
+  }
+  /// On the current stream. Returns copies of the gradients: the next step writes them. `other`: with the other graphed step.
+  std::vector<at::Tensor> train(std::int64_t s, bool other = false) {
     if (step_) {
-      (void)(*step_)({data(s)});
+      (void)(other ? *other_ : *step_)({data(s)});
     } else {
       loss(*model_, data(s))[0].backward();
     }
@@ -131,7 +137,21 @@ class OneGraphOnStreams : public EngineProgram, protected StreamPair {
   }
   [[nodiscard]] Tensors data(std::int64_t s) const { return {rows_of(s, 0), rows_of(s, 1)}; }
 
-  std::optional<GraphedStep> step_;
+  std::optional<GraphedStep> step_, other_;
+};
+
+/// Two graphed steps of one engine, on two streams that never meet.
+class TwoGraphsInTurn final : public OneGraphOnStreams {
+ public:
+  explicit TwoGraphsInTurn(const Runtimes& runtimes) : OneGraphOnStreams(runtimes, /*accumulates=*/false) {
+    make_other_step();
+    runtime().synchronize_device();
+  }
+  std::vector<at::Tensor> step(std::int64_t s) override {
+    const c10::StreamGuard on_stream(by_turns(s));
+    model_->zero_grad();
+    return train(s, /*other=*/s % 2 != 0);
+  }
 };
 
 /// Steps on two streams in turn that never meet. Some steps run eagerly, as the model has another mode then.
@@ -177,6 +197,7 @@ std::vector<NamedProgram> whole_step_programs() {
           named_program<OneGraphSteps>("one_graph_microbatches", Form{3, std::nullopt, true}),
           named_program<OneGraphInTurn>("one_graph_in_turn", false),
           named_program<OneGraphInTurn>("one_graph_adds_in_turn", true),
+          named_program<TwoGraphsInTurn>("two_graphs_in_turn"),
           named_program<OneGraphAddsToOthers>("one_graph_adds_to_others")};
 }
 
