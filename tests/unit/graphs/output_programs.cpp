@@ -1,4 +1,5 @@
 // Programs that keep outputs of graphed calls, or read them on streams beside the one they were given out on.
+#include <cstdint>
 #include <functional>
 #include <utility>
 
@@ -79,21 +80,32 @@ class StreamsInTurn final : public OutputProgram {
   }
 };
 
-/// Another stream reads the outputs, named by record_stream; nobody holds them.
+/// Another stream reads what a step gave, named by record_stream; nobody holds it.
 class NamedStream final : public OutputProgram {
  public:
-  using OutputProgram::OutputProgram;
+  enum class Reads : std::uint8_t { outputs, gradients, input_gradient };
+  NamedStream(const Runtimes& runtimes, Reads reads, const GraphOptions& options = {})
+      : OutputProgram(runtimes, /*linked=*/true, options), reads_(reads) {}
   std::vector<at::Tensor> step(std::int64_t s) override {
     const c10::StreamGuard on_a(a());
+    std::vector<at::Tensor> gradients;
+    std::vector<at::Tensor> read = pass(s, gradients);
     std::vector<at::Tensor> results;
-    for (at::Tensor& output : pass(s, results)) {
-      order(a(), b());
-      const c10::StreamGuard on_b(b());
-      output.record_stream(b());
-      results.push_back(output.mul(2));
+    (reads_ == Reads::outputs ? results : read) = std::move(gradients);
+    if (reads_ == Reads::input_gradient) {
+      read.resize(1);
+    }
+    order(a(), b());
+    const c10::StreamGuard on_b(b());
+    for (const at::Tensor& tensor : read) {
+      tensor.record_stream(b());
+      results.push_back(tensor.mul(2));
     }
     return results;
   }
+
+ private:
+  Reads reads_;
 };
 
 /// The same while the step goes on: the next graphs may already use the memory of outputs that nobody holds. Each output is read behind
@@ -190,51 +202,16 @@ class OwnedGradientsInTurn final : public OutputProgram {
   }
 };
 
-/// Another stream reads them, named by record_stream; nobody holds them.
-class OwnedGradientsNamedStream final : public OutputProgram {
- public:
-  explicit OwnedGradientsNamedStream(const Runtimes& runtimes)
-      : OutputProgram(runtimes, /*linked=*/true, owned_by_graphs()) {}
-  std::vector<at::Tensor> step(std::int64_t s) override {
-    const c10::StreamGuard on_a(a());
-    std::vector<at::Tensor> results;
-    std::vector<at::Tensor> given;
-    (void)pass(s, given);
-    order(a(), b());
-    const c10::StreamGuard on_b(b());
-    for (const at::Tensor& gradient : given) {
-      gradient.record_stream(b());
-      results.push_back(gradient.mul(2));
-    }
-    return results;
-  }
-};
-
-/// Another stream reads the gradient of the input, named by record_stream; nobody holds it.
-class InputGradientNamedStream final : public OutputProgram {
- public:
-  using OutputProgram::OutputProgram;
-  std::vector<at::Tensor> step(std::int64_t s) override {
-    const c10::StreamGuard on_a(a());
-    std::vector<at::Tensor> given;
-    (void)pass(s, given);
-    order(a(), b());
-    const c10::StreamGuard on_b(b());
-    given.front().record_stream(b());
-    return {given.front().mul(2)};
-  }
-};
-
 }  // namespace
 
 std::vector<NamedProgram> output_programs() {
   return {named_program<HeldOutputs>("held_outputs"),
           named_program<StreamsInTurn<true>>("held_streams_in_turn"),
           named_program<StreamsInTurn<false>>("streams_in_turn"),
-          named_program<NamedStream>("outputs_named_stream"),
+          named_program<NamedStream>("outputs_named_stream", NamedStream::Reads::outputs),
           named_program<OwnedGradientsInTurn>("owned_gradients_in_turn"),
-          named_program<OwnedGradientsNamedStream>("owned_gradients_named_stream"),
-          named_program<InputGradientNamedStream>("input_gradient_named_stream"),
+          named_program<NamedStream>("owned_gradients_named_stream", NamedStream::Reads::gradients, owned_by_graphs()),
+          named_program<NamedStream>("input_gradient_named_stream", NamedStream::Reads::input_gradient),
           named_program<ReadBeside<false>>("outputs_read_beside"),
           named_program<ReadBeside<true>>("outputs_read_behind_the_last"),
           named_program<NamedStreamWrites>("outputs_named_stream_writes"),
