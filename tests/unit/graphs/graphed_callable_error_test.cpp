@@ -79,12 +79,9 @@ TEST_F(GraphedCallableError, OptionsThatMakeNoSense) {
   expect_usable();
 }
 
-TEST_F(GraphedCallableError, TheCallersStreamAloneAndWithItsEvent) {
+TEST_F(GraphedCallableError, TheCallersStreamWithItsEvent) {
   Runtime& runtime = EngineAccess::state(*engine).runtime();
   const OwnedStream side = runtime.create_stream();
-  capture(GraphOptions().cuda_graph_stream(side));
-  expect_usable();
-
   const OwnedStream reader = runtime.create_stream();
   const auto event = std::make_shared<GraphEvent>(device);
   capture(GraphOptions().cuda_graph_stream(side).cuda_graph_event(event));
@@ -113,12 +110,15 @@ TEST_F(GraphedCallableError, InputsThatWereNotCaptured) {
     EXPECT_PRED_FORMAT2(testing::IsSubstring, "layers.0", message(in));
     expect_usable();
   };
-  expect("shape [8, 32], captured with [16, 32]", {rows(0, device).slice(0, 0, 8).detach().requires_grad_(true)});
-  expect("dtype", {rows(0, device).to(at::kDouble).requires_grad_(true)});
+  const auto leaf = [](const at::Tensor& x) { return x.detach().requires_grad_(true); };
+  expect("has shape [8, 32], captured with [16, 32]", {leaf(rows(0, device).slice(0, 0, 8))});
+  expect("has shape [1, 32], captured with [16, 32]", {leaf(rows(0, device).slice(0, 0, 1))});  // would broadcast
+  expect("has shape [32, 16]", {leaf(rows(0, device).t())});
+  expect("has dtype Double", {leaf(rows(0, device).to(at::kDouble))});  // would be cast
   expect("device cpu", {rows(0, at::kCPU).requires_grad_(true)});
-  expect("requires_grad", {rows(0, device)});
+  expect("has requires_grad", {rows(0, device)});
   expect("undefined", {at::Tensor()});
-  expect("given 2", {input(0), input(0)});
+  expect("captured with 1 tensors, given 2", {input(0), input(0)});
   const at::Tensor stranger = input(1);
   EXPECT_THROWS(UsageError, "output of an earlier call", (void)layers[1]({stranger}));
   expect_usable();

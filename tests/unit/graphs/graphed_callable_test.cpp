@@ -130,23 +130,25 @@ TEST_F(GraphedCallableTest, OffloadsInsideSteps) {
 
 TEST_F(GraphedCallableTest, WarmUpRunsBetweenItsHooks) {
   std::vector<std::string> log;
-  const Callable callable("double", owning([&](const Tensors& in) {
-                            log.push_back("run");
-                            return Tensors{in[0] * 2};
-                          }));
+  const auto doubled = owning([&](const Tensors& in) {
+    log.push_back("run");
+    return Tensors{in[0] * 2};
+  });
+  const Sample sample(rows(0, device_).requires_grad_(true));
   torch::nn::Module model;
   OffloadEngine engine(model, no_offload());
   for (const std::int64_t iterations : {0, 1, 3}) {
     log.clear();
-    const auto graphed = make_graphed_callables(engine, {callable}, {{rows(0, device_).requires_grad_(true)}},
-                                                GraphOptions()
-                                                    .num_warmup_iters(iterations)
-                                                    .pre_warmup_hook([&] { log.push_back("pre"); })
-                                                    .post_warmup_hook([&] { log.push_back("post"); }));
-    std::vector<std::string> expected{"pre", "run"};
-    expected.insert(expected.end(), static_cast<std::size_t>(iterations), "run");
-    expected.insert(expected.end(), {"post", "run"});
-    EXPECT_EQ(log, expected) << "the sizing pass, " << iterations << " more, and the capture";
+    const auto graphed =
+        make_graphed_callables(engine, {Callable("first", doubled), Callable("second", doubled)}, {{sample}, {sample}},
+                               GraphOptions()
+                                   .num_warmup_iters(iterations)
+                                   .pre_warmup_hook([&] { log.push_back("pre"); })
+                                   .post_warmup_hook([&] { log.push_back("post"); }));
+    std::vector<std::string> expected{"pre", "run", "run"};
+    expected.insert(expected.end(), static_cast<std::size_t>(2 * iterations), "run");
+    expected.insert(expected.end(), {"post", "run", "run"});
+    EXPECT_EQ(log, expected) << "of both the sizing pass, " << iterations << " more, and the capture";
     (void)graphed[0]({rows(1, device_).requires_grad_(true)});
     EXPECT_EQ(log, expected) << "a replay runs no user code";
   }
