@@ -51,6 +51,8 @@ class ModelEventsContract : public RuntimeContract {
   }
   [[nodiscard]] c10::Stream a() const { return *a_; }
   [[nodiscard]] c10::Stream b() const { return *b_; }
+  /// Waits past the journal.
+  static void drain(c10::Stream stream) { runtime_of(GetParam().type)->synchronize(stream); }
   void expect_clean() { EXPECT_EQ(checked().findings(), std::vector<std::string>()); }
   /// Each of these words is in the first finding. On the simulated device it is the only one.
   void expect_found(const std::vector<std::string>& words) {
@@ -121,6 +123,13 @@ TEST_P(ModelEventsContract, WhatTheHostHasSeenIsOrdered) {
   event.record(b());
   event.synchronize();
   x = on(a(), [&] { return x.exp(); });
+  drain(a());
+  EXPECT_TRUE(a().query());
+  x = on(b(), [&] { return x.exp(); });
+  event.record(b());
+  drain(b());
+  EXPECT_TRUE(event.query());
+  x = on(a(), [&] { return x.exp(); });
   {
     const c10::StreamGuard on_a(a());
     EXPECT_GT(x.sum().item<float>(), 0.0F);
@@ -134,6 +143,13 @@ TEST_P(ModelEventsContract, AHostWriteMustWaitForTheCopyThatReads) {
   at::Tensor x = on(a(), [&] { return batch.to(runtime().device(), /*non_blocking=*/true); });
   a().synchronize();
   batch.add_(1);
+  x = on(a(), [&] { return batch.to(runtime().device(), true); });
+  c10::Event copied(GetParam().type);
+  copied.record(a());
+  copied.synchronize();
+  batch.add_(1);
+  x = on(a(), [&] { return batch.to(runtime().device(), /*non_blocking=*/false); });
+  batch.add_(1);  // the copy took its bytes before it returned
   expect_clean();
   x = on(a(), [&] { return batch.to(runtime().device(), true); });
   batch.add_(1);
@@ -144,8 +160,12 @@ TEST_P(ModelEventsContract, AHostWriteMustWaitForTheCopyThatReads) {
 TEST_P(ModelEventsContract, AHostReadMustWaitForTheCopyThatWrites) {
   const at::Tensor x = ones_on_a();
   const at::Tensor result = at::empty({1024}).pin_memory();
-  (void)on(a(), [&] { return result.copy_(x); });
+  (void)on(a(), [&] { return result.copy_(x, /*non_blocking=*/true); });
+  a().synchronize();
   (void)result.sum();
+  (void)on(a(), [&] { return result.copy_(x); });  // is there when it returns
+  (void)result.sum();
+  (void)on(a(), [&] { return x.cpu(); }).sum();
   expect_clean();
   (void)on(a(), [&] { return result.copy_(x, /*non_blocking=*/true); });
   (void)result.sum();
@@ -162,7 +182,7 @@ TEST_P(ModelEventsContract, MemoryHandedOnByRecordStreamIsOrdered) {
     } else {
       c10::impl::getDeviceGuardImpl(GetParam().type)->recordDataPtrOnStream(x.storage().data_ptr(), b());
     }
-    runtime_of(GetParam().type)->synchronize(b());  // past the journal: so that the allocator finds it done
+    drain(b());  // so that the allocator finds it done
   }
   expect_clean();
 }

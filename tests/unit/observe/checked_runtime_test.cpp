@@ -87,56 +87,11 @@ TEST_F(CheckedRuntimeTest, AnEventOfBeforeTheJournalIsNoMissingRecord) {
   expect_clean();
 }
 
-TEST_F(CheckedRuntimeTest, WhatTheHostHasSeenIsOrdered) {
-  at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
-  a().synchronize();
-  x = on(b(), [&] { return x.exp(); });
-  c10::Event event(device_.type());
-  event.record(b());
-  event.synchronize();
-  x = on(a(), [&] { return x.exp(); });
-  EXPECT_TRUE(a().query());
-  x = on(b(), [&] { return x.exp(); });
-  event.record(b());
-  EXPECT_TRUE(event.query());
-  x = on(a(), [&] { return x.exp(); });
-  {
-    const c10::StreamGuard on_a(a());
-    EXPECT_GT(x.sum().item<float>(), 0.0F);
-  }
-  (void)on(b(), [&] { return x.add_(1); });
-  expect_clean();
-}
-
 TEST_F(CheckedRuntimeTest, WhatAnotherThreadHasSeenIsNot) {
   const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
   std::thread([&] { a().synchronize(); }).join();
   const at::Tensor y = on(b(), [&] { return x.exp(); });
   expect_one({"aten::exp"});
-}
-
-TEST_F(CheckedRuntimeTest, AHostWriteBehindTheCopyIsFine) {
-  at::Tensor batch = pinned(64);
-  at::Tensor x = on(a(), [&] { return batch.to(device_, true); });
-  c10::Event copied(device_.type());
-  copied.record(a());
-  copied.synchronize();
-  batch.add_(1);
-  x = on(a(), [&] { return batch.to(device_, /*non_blocking=*/false); });  // has taken its bytes when it returns
-  batch.add_(1);
-  expect_clean();
-}
-
-TEST_F(CheckedRuntimeTest, AHostReadBehindTheCopyIsFine) {
-  const at::Tensor x = on(a(), [&] { return at::ones({64}, options()); });
-  const at::Tensor result = pinned(64);
-  (void)on(a(), [&] { return result.copy_(x, true); });
-  a().synchronize();
-  (void)result.sum();
-  (void)on(a(), [&] { return result.copy_(x); });  // is there when it returns
-  (void)result.sum();
-  (void)on(a(), [&] { return x.cpu(); }).sum();
-  expect_clean();
 }
 
 // The caching allocator of pinned memory looks whether the copies of a freed block are done before it lends it again.
