@@ -23,42 +23,6 @@ InputAliases InputAliases::of(c10::ArrayRef<at::Tensor> inputs, std::size_t inde
   return aliases;
 }
 
-template <class KeyOf>
-std::size_t InputAliases::InTurn::first_at(Table& table, const void* key, std::size_t index,
-                                           const KeyOf& key_of) noexcept {
-  constexpr std::uint64_t kSpread =
-      0x9E3779B97F4A7C15;  // of Fibonacci hashing: its upper bits depend on all of the key's
-  constexpr int kUpper = 64 - 9;
-  static_assert(kPlaces == std::size_t{1} << (64 - kUpper));
-  std::size_t place = static_cast<std::size_t>((reinterpret_cast<std::uintptr_t>(key) * kSpread) >> kUpper);
-  for (; table[place] != 0; place = (place + 1) % kPlaces) {
-    const std::size_t earlier = table[place] - std::size_t{1};
-    if (key_of(inputs_[earlier]) == key) {
-      return earlier;
-    }
-  }
-  table[place] = static_cast<std::uint16_t>(index + 1);
-  return index;
-}
-
-InputAliases InputAliases::InTurn::next() noexcept {
-  const std::size_t index = next_++;
-  if (few_) {
-    return InputAliases::of(inputs_, index);
-  }
-  InputAliases aliases{index, index};
-  const at::Tensor& input = inputs_[index];
-  if (!input.defined()) {
-    return aliases;
-  }
-  aliases.same_as = first_at(tensors_, input.unsafeGetTensorImpl(), index,
-                             [](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl(); });
-  if (const c10::StorageImpl* const storage = storage_impl_of(input); storage != nullptr) {
-    aliases.shares_with = first_at(storages_, storage, index, storage_impl_of);
-  }
-  return aliases;
-}
-
 bool has_shared_cast(const at::Tensor& tensor) {
   return tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view();
 }

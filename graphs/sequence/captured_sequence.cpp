@@ -167,7 +167,6 @@ bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inpu
   if (inputs.size() != call.inputs.size()) {
     return false;
   }
-  InputAliases::InTurn all_aliases(inputs);
   for (const auto i : c10::irange(inputs.size())) {
     const StaticInput& held = call.inputs[i];
     const at::Tensor& given = inputs[i];
@@ -183,12 +182,11 @@ bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inpu
     if (call.casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
       return false;
     }
-    if (const auto& aliases = call.spec.inputs[i].aliases; aliases) {  // of a call all arguments have them, or none
-      const InputAliases now = all_aliases.next();
-      if (given.defined() && (!(now == *aliases) || (!held.from && given.is_non_overlapping_and_dense() &&
-                                                     !same_strides(given, held.tensor)))) {
-        return false;
-      }
+    const auto& aliases = call.spec.inputs[i].aliases;
+    if (given.defined() && aliases &&
+        (!(InputAliases::of(inputs, i) == *aliases) ||
+         (!held.from && given.is_non_overlapping_and_dense() && !same_strides(given, held.tensor)))) {
+      return false;
     }
   }
   return true;
