@@ -228,103 +228,26 @@ void Report::print(std::ostream& out) const {
   }
 }
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SyncFinding, kind, operation, call, scope, node, stack, count, remedy)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ChunkReport, stage, microbatch, offloaded_bytes, offload_seconds, reload_seconds,
+                                   waited_seconds)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(GroupReport, name, bytes, shared_bytes, offloaded_bytes, kept_because)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TimesReport, name, forward_seconds, backward_seconds, waited_seconds,
+                                   offload_seconds, reload_seconds, offloaded_bytes, reloaded_bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ExclusionReport, reason, tensors, bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(
+    Report, steps, offloaded_bytes, reloaded_bytes, saved_bytes, unseen_bytes, copied_twice_bytes, unplanned_bytes,
+    refused_bytes, pinned_bytes, pinned_requested_bytes, host_cap, pinned_allocations_after_planning, waits,
+    inline_reloads, captures, recaptures, replays, eager_calls, outputs_reused, outputs_copied, outputs_copied_bytes,
+    gradients_copied, gradients_copied_bytes, unused_outputs, external_bytes, graph_bytes, warm_up_bytes,
+    sizing_peak_bytes, first_step_peak_bytes, step_peak_bytes, in_flight_bytes, device_budget, forecast_peak_bytes,
+    forecast_step_peak_bytes, forecast_seconds, forecast_step_seconds, traced_step, traced_seconds, waited_seconds,
+    offload_seconds, reload_seconds, tracing_seconds, verified_forwards, verified_backwards, checked_operations,
+    order_findings, syncs_found, syncs_unlisted, syncs, chunks, groups, times, exclusions, notes)
+
 std::string Report::json() const {
-  nlohmann::json object = {{"version", 2},
-                           {"steps", steps},
-                           {"offloaded_bytes", offloaded_bytes},
-                           {"reloaded_bytes", reloaded_bytes},
-                           {"saved_bytes", saved_bytes},
-                           {"unseen_bytes", unseen_bytes},
-                           {"copied_twice_bytes", copied_twice_bytes},
-                           {"unplanned_bytes", unplanned_bytes},
-                           {"refused_bytes", refused_bytes},
-                           {"pinned_bytes", pinned_bytes},
-                           {"pinned_requested_bytes", pinned_requested_bytes},
-                           {"host_cap", host_cap},
-                           {"pinned_allocations_after_planning", pinned_allocations_after_planning},
-                           {"waits", waits},
-                           {"inline_reloads", inline_reloads},
-                           {"captures", captures},
-                           {"recaptures", recaptures},
-                           {"replays", replays},
-                           {"eager_calls", eager_calls},
-                           {"outputs_reused", outputs_reused},
-                           {"outputs_copied", outputs_copied},
-                           {"outputs_copied_bytes", outputs_copied_bytes},
-                           {"gradients_copied", gradients_copied},
-                           {"gradients_copied_bytes", gradients_copied_bytes},
-                           {"unused_outputs", unused_outputs},
-                           {"external_bytes", external_bytes},
-                           {"graph_bytes", graph_bytes},
-                           {"warm_up_bytes", warm_up_bytes},
-                           {"sizing_peak_bytes", sizing_peak_bytes},
-                           {"first_step_peak_bytes", first_step_peak_bytes},
-                           {"step_peak_bytes", step_peak_bytes},
-                           {"in_flight_bytes", in_flight_bytes},
-                           {"r_gross", r_gross()},
-                           {"r_net", r_net()},
-                           {"device_budget", device_budget},
-                           {"forecast_peak_bytes", forecast_peak_bytes},
-                           {"forecast_step_peak_bytes", forecast_step_peak_bytes},
-                           {"forecast_seconds", forecast_seconds},
-                           {"forecast_step_seconds", forecast_step_seconds},
-                           {"traced_step", traced_step},
-                           {"traced_seconds", traced_seconds},
-                           {"waited_seconds", waited_seconds},
-                           {"offload_seconds", offload_seconds},
-                           {"reload_seconds", reload_seconds},
-                           {"tracing_seconds", tracing_seconds},
-                           {"verified_forwards", verified_forwards},
-                           {"verified_backwards", verified_backwards},
-                           {"checked_operations", checked_operations},
-                           {"order_findings", order_findings},
-                           {"syncs_found", syncs_found},
-                           {"syncs_unlisted", syncs_unlisted},
-                           {"syncs", nlohmann::json::array()},
-                           {"chunks", nlohmann::json::array()},
-                           {"groups", nlohmann::json::array()},
-                           {"times", nlohmann::json::array()},
-                           {"exclusions", nlohmann::json::array()},
-                           {"notes", notes}};
-  for (const SyncFinding& sync : syncs) {
-    object["syncs"].push_back({{"kind", sync.kind},
-                               {"operation", sync.operation},
-                               {"call", sync.call},
-                               {"scope", sync.scope},
-                               {"node", sync.node},
-                               {"stack", sync.stack},
-                               {"count", sync.count},
-                               {"remedy", sync.remedy}});
-  }
-  for (const ChunkReport& chunk : chunks) {
-    object["chunks"].push_back({{"stage", chunk.stage},
-                                {"microbatch", chunk.microbatch},
-                                {"offloaded_bytes", chunk.offloaded_bytes},
-                                {"offload_seconds", chunk.offload_seconds},
-                                {"reload_seconds", chunk.reload_seconds},
-                                {"waited_seconds", chunk.waited_seconds}});
-  }
-  for (const GroupReport& group : groups) {
-    object["groups"].push_back({{"name", group.name},
-                                {"bytes", group.bytes},
-                                {"shared_bytes", group.shared_bytes},
-                                {"offloaded_bytes", group.offloaded_bytes},
-                                {"kept_because", group.kept_because}});
-  }
-  for (const TimesReport& each : times) {
-    object["times"].push_back({{"name", each.name},
-                               {"forward_seconds", each.forward_seconds},
-                               {"backward_seconds", each.backward_seconds},
-                               {"waited_seconds", each.waited_seconds},
-                               {"offload_seconds", each.offload_seconds},
-                               {"reload_seconds", each.reload_seconds},
-                               {"offloaded_bytes", each.offloaded_bytes},
-                               {"reloaded_bytes", each.reloaded_bytes}});
-  }
-  for (const ExclusionReport& exclusion : exclusions) {
-    object["exclusions"].push_back(
-        {{"reason", exclusion.reason}, {"tensors", exclusion.tensors}, {"bytes", exclusion.bytes}});
-  }
+  nlohmann::json object = *this;
+  object.update({{"version", 2}, {"r_gross", r_gross()}, {"r_net", r_net()}});
   // A user's name need not be valid text; invalid parts are replaced.
   return object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
