@@ -28,6 +28,16 @@ FactsChange with_watched(FactsChange modules, const CapturedCall& call) noexcept
   return modules;
 }
 
+/// With what changed in the members of all modules of a plain function's model, at which its replays do not look. They are looked at
+/// once for the calls of one model: `model` is the latest.
+FactsChange with_members(FactsChange change, const ModuleFacts& modules, const torch::nn::Module*& model) noexcept {
+  if (modules.attends() && modules.root() != model) {
+    model = modules.root();
+    change |= modules.members_change();
+  }
+  return change;
+}
+
 /// True if `given` is another output than `output` of the call that gave it. Two may be one memory. An output that was changed in place is
 /// the same one.
 bool is_other_output(const CapturedCall& giver, std::size_t output, const at::Tensor& given) {
@@ -51,6 +61,58 @@ bool breaks_link(const CapturedCalls& calls, const StaticInput& input, const at:
   return !given.has_storage() || !giver.output_storages[giver.outputs[input.from->index].of].gave(given.storage()) ||
          given.storage_offset() != input.tensor.storage_offset() || !same_layout(given, input.tensor) ||
          is_other_output(giver, input.from->index, given);
+}
+
+/// True if input `i` of `call` is what the call was captured with, except for its address. If it is not, `refuse` is given the parts of a
+/// message, and its result is returned. The input is neither sparse nor nested. Allocates nothing.
+template <class Refuse>
+bool is_as_captured(const CapturedCalls& calls, const CapturedCall& call, c10::ArrayRef<at::Tensor> inputs,
+                    std::size_t i, const Refuse& refuse) {
+  const StaticInput& held = call.inputs[i];
+  const at::Tensor& given = inputs[i];
+  const auto differs = [&](const char* what, const auto& now, const auto& then) {
+    return refuse("has ", what, " ", now, ", captured with ", then, "; pass what was captured, or capture again");
+  };
+  if (given.defined() != held.tensor.defined()) {
+    return refuse(given.defined() ? "is a tensor but was undefined" : "is undefined but was a tensor",
+                  " at capture; pass the same arguments as captured");
+  }
+  if (!given.defined()) {
+    return true;
+  }
+  if (given.sizes() != held.tensor.sizes()) {
+    return differs("shape", given.sizes(), held.tensor.sizes());
+  }
+  if (given.dtype() != held.tensor.dtype()) {
+    return differs("dtype", given.scalar_type(), held.tensor.scalar_type());
+  }
+  if (given.device() != held.tensor.device()) {
+    return differs("device", given.device(), held.tensor.device());
+  }
+  if (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) {
+    return differs("requires_grad", given.requires_grad(), held.requires_grad);
+  }
+  if (call.casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
+    return refuse(
+        has_shared_cast(given) ? "is a leaf, but was captured with a tensor that is not a leaf"
+                               : "is not a leaf, but was captured with a leaf",
+        "; autocast casts them differently. Capture with a sample of the same kind: x.view_as(x) is not a leaf");
+  }
+  if (breaks_link(calls, held, given)) {
+    return refuse(
+        "was captured as the output of an earlier call and shares its memory; pass exactly that output, or capture "
+        "with a sample tensor of its own");
+  }
+  const auto& aliases = call.spec.inputs[i].aliases;
+  if (aliases && !(InputAliases::of(inputs, i) == *aliases)) {
+    return refuse(
+        "shares its memory with another argument, or did so at the capture; pass the same arguments as captured, or "
+        "set CallOptions::on_new_arguments to capture");
+  }
+  if (aliases && !held.from && given.is_non_overlapping_and_dense() && !same_strides(given, held.tensor)) {
+    return differs("strides", given.strides(), held.tensor.strides());
+  }
+  return true;
 }
 
 }  // namespace
@@ -114,31 +176,22 @@ FactsChange CapturedSequence::change_of_all(std::size_t index) const noexcept {
 
 FactsChange CapturedSequence::change() const noexcept {
   FactsChange all;
-  const torch::nn::Module* model = nullptr;  // of the plain functions, whose replays look at few of its modules
+  const torch::nn::Module* model = nullptr;
   for (const auto i : c10::irange(calls.size())) {
-    const ModuleFacts& modules = calls[i].reads.modules;
-    if (modules.attends() && modules.root() != model) {
-      model = modules.root();
-      all |= modules.members_change();
-    }
-    all |= change(i);
+    all |= with_members(change(i), calls[i].reads.modules, model);
   }
   return all;
 }
 
 FactsChange CapturedSequence::change_before_pass() const noexcept {
   FactsChange all;
-  const torch::nn::Module* model = nullptr;  // as in change()
+  const torch::nn::Module* model = nullptr;
   for (const auto i : c10::irange(calls.size())) {
     const CapturedCall& call = calls[i];
     if (call.replay.released) {
       continue;
     }
-    FactsChange of_call = change(i);
-    if (call.reads.modules.attends() && call.reads.modules.root() != model) {
-      model = call.reads.modules.root();
-      of_call |= call.reads.modules.members_change();
-    }
+    FactsChange of_call = with_members(change(i), call.reads.modules, model);
     if (of_call.layout) {
       continue;
     }
@@ -168,24 +221,8 @@ bool CapturedSequence::accepts(std::size_t index, c10::ArrayRef<at::Tensor> inpu
     return false;
   }
   for (const auto i : c10::irange(inputs.size())) {
-    const StaticInput& held = call.inputs[i];
-    const at::Tensor& given = inputs[i];
-    if (given.defined() != held.tensor.defined()) {
-      return false;
-    }
-    if (given.defined() && (is_sparse_or_nested(given) || given.sizes() != held.tensor.sizes() ||
-                            given.dtype() != held.tensor.dtype() || given.device() != held.tensor.device() ||
-                            (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) ||
-                            breaks_link(calls, held, given))) {
-      return false;
-    }
-    if (call.casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
-      return false;
-    }
-    const auto& aliases = call.spec.inputs[i].aliases;
-    if (given.defined() && aliases &&
-        (!(InputAliases::of(inputs, i) == *aliases) ||
-         (!held.from && given.is_non_overlapping_and_dense() && !same_strides(given, held.tensor)))) {
+    if (is_sparse_or_nested(inputs[i]) ||
+        !is_as_captured(calls, call, inputs, i, [](const auto&...) { return false; })) {
       return false;
     }
   }
@@ -217,54 +254,9 @@ void CapturedSequence::check(std::size_t index, c10::ArrayRef<at::Tensor> inputs
                      std::to_string(inputs.size()) + "; pass one for each sample");
   }
   for (const auto i : c10::irange(inputs.size())) {
-    const StaticInput& held = call.inputs[i];
-    const at::Tensor& given = inputs[i];
-    const std::string where = describe(index) + ": input " + std::to_string(i) + " ";
-    if (given.defined() != held.tensor.defined()) {
-      throw UsageError(where + (given.defined() ? "is a tensor but was undefined" : "is undefined but was a tensor") +
-                       " at capture; pass the same arguments as captured");
-    }
-    if (!given.defined()) {
-      continue;
-    }
-    const auto differs = [&](const std::string& what, const auto& now, const auto& then) {
-      throw UsageError(where + "has " + what + " " + c10::str(now) + ", captured with " + c10::str(then) +
-                       "; pass what was captured, or capture again");
-    };
-    if (given.sizes() != held.tensor.sizes()) {
-      differs("shape", given.sizes(), held.tensor.sizes());
-    }
-    if (given.dtype() != held.tensor.dtype()) {
-      differs("dtype", given.scalar_type(), held.tensor.scalar_type());
-    }
-    if (given.device() != held.tensor.device()) {
-      differs("device", given.device(), held.tensor.device());
-    }
-    if (call.spec.state.modes.gradients && given.requires_grad() != held.requires_grad) {
-      differs("requires_grad", given.requires_grad(), held.requires_grad);
-    }
-    if (calls[index].casts && held.requires_grad && has_shared_cast(given) != call.spec.inputs[i].shared_cast) {
-      throw UsageError(
-          where +
-          (has_shared_cast(given) ? "is a leaf, but was captured with a tensor that is not a leaf"
-                                  : "is not a leaf, but was captured with a leaf") +
-          "; autocast casts them differently. Capture with a sample of the same kind: x.view_as(x) is not a leaf");
-    }
-    if (breaks_link(calls, held, given)) {
-      throw UsageError(where +
-                       "was captured as the output of an earlier call and shares its memory; pass exactly that " +
-                       "output, or capture with a sample tensor of its own");
-    }
-    if (call.spec.inputs[i].aliases) {
-      const InputAliases now = InputAliases::of(inputs, i);
-      if (!(now == *call.spec.inputs[i].aliases)) {
-        throw UsageError(where + "shares its memory with another argument, or did so at the capture; pass the same " +
-                         "arguments as captured, or set CallOptions::on_new_arguments to capture");
-      }
-      if (given.is_non_overlapping_and_dense() && !same_strides(given, held.tensor)) {
-        differs("strides", given.strides(), held.tensor.strides());
-      }
-    }
+    is_as_captured(calls, call, inputs, i, [&](const auto&... difference) -> bool {
+      throw UsageError(c10::str(describe(index), ": input ", i, " ", difference...));
+    });
   }
 }
 
