@@ -73,7 +73,9 @@ void Dispatcher::capture_pass(CallSet& set) {
     for (CallSite& site : set.sites) {  // none was dropped by the user: the pass is complete
       site.variants.drop(site.variants.all[bucket]);
     }
-    counts_.bucket_dropped(first.scope->name, first.rules.max_captures);
+    EngineCounts::Buckets& counts = counts_.buckets[first.scope->name];
+    ++counts.dropped;
+    counts.bound = first.rules.max_captures;
   }
   set.add(sequences_.capture(specs, nested_order(specs.size()), set.options));
 }

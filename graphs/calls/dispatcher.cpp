@@ -98,12 +98,8 @@ RunningChunk* Dispatcher::chunk_of(const Call& call) const {
 }
 
 void Dispatcher::count_eager(CallSite& site, EagerCause cause) {
-  if (site.set != nullptr) {
-    counts_.bucketed_call_ran(site.scope->name, cause);
-  } else {
-    ++counts_.report.eager_calls;
-    site.eager_runs.count(cause);
-  }
+  ++counts_.report.eager_calls;
+  (site.set != nullptr ? counts_.buckets[site.scope->name].runs : site.eager_runs).count(cause);
 }
 
 void Dispatcher::run_eagerly(CallSite& site, const detail::CallRequest& request, detail::TensorBuffer& outputs) {

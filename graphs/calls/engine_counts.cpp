@@ -43,17 +43,6 @@ EagerCause cause_on_this_thread(EagerCause otherwise) {
   return at::GradMode::is_enabled() ? otherwise : EagerCause::no_grad;
 }
 
-void EngineCounts::bucketed_call_ran(const std::string& name, EagerCause cause) {
-  ++report.eager_calls;
-  buckets_[name].runs.count(cause);
-}
-
-void EngineCounts::bucket_dropped(const std::string& name, std::int64_t max_buckets) {
-  Buckets& buckets = buckets_[name];
-  ++buckets.dropped;
-  buckets.bound = max_buckets;
-}
-
 void EngineCounts::captured(const GraphSequence& sequence) {
   for (const CapturedCall& call : sequence.captured().calls) {
     report.captures += call.has_backward ? 2 : 1;

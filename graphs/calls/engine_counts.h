@@ -51,10 +51,13 @@ class EagerRuns {
 /// thread writes.
 class EngineCounts {
  public:
-  /// A bucketed call of this name ran eagerly, with the cause for the notes.
-  void bucketed_call_ran(const std::string& name, EagerCause cause);
-  /// A bucket was dropped to make room for another. `name`: of the first callable of its set.
-  void bucket_dropped(const std::string& name, std::int64_t max_buckets);
+  /// Counts of bucketed callables of one name. They stay when the callables are gone.
+  struct Buckets {
+    EagerRuns runs;
+    std::int64_t dropped = 0;  ///< buckets, to make room for others; of the first callable of a set
+    std::int64_t bound = 0;    ///< BucketOptions::max_buckets
+  };
+
   void captured(const GraphSequence& sequence);
   /// What sequences did in the step that now ends, whole or not.
   void replayed(const GraphSequence::Counts& counts);
@@ -65,23 +68,11 @@ class EngineCounts {
   /// A whole step.
   void step_ended(const SavedTensorRecorder& recorder, const CopyCounts& copies, const LiveMemory::Peak& peak);
 
-  /// Counts of one set of bucketed calls.
-  struct Buckets {
-    EagerRuns runs;  ///< by why they ran eagerly
-    std::int64_t dropped = 0;
-    std::int64_t bound = 0;  ///< BucketOptions::max_buckets
-  };
-
-  /// By the name of a callable.
-  [[nodiscard]] const std::map<std::string, Buckets>& buckets() const noexcept { return buckets_; }
-
   /// What the latest whole step and all steps so far add up to. What is not counted here is empty.
   Report report;
   /// In the latest sizing step: the bytes of tensors that stay because their storages are small.
   std::int64_t small_bytes = 0;
-
- private:
-  std::map<std::string, Buckets> buckets_;
+  std::map<std::string, Buckets> buckets;  ///< by name
 };
 
 }  // namespace sidestream

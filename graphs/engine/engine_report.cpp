@@ -135,44 +135,51 @@ void append_order(const StepChunks& chunks, const Options& options, std::vector<
   }
 }
 
-/// Why graphed calls ran eagerly, one line for each cause.
-void append_eager_runs(const CallTable& calls, std::vector<std::string>& notes) {
+/// The eager runs of one call.
+struct CallRuns {
+  const std::string& name;
+  const EagerRuns& runs;
+  bool captured = true;
+};
+
+/// Why calls ran eagerly, one line for each cause. `kind`: "bucketed ", or empty.
+void append_eager_runs(const std::string& kind, const std::vector<CallRuns>& calls, std::vector<std::string>& notes) {
   for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
     const auto cause = static_cast<EagerCause>(c);
     std::int64_t runs = 0;
     std::int64_t never_captured = 0;
     NamedCalls named;
-    for (const CallSite& site : calls.sites()) {
-      if (const std::int64_t of_site = site.eager_runs.of(cause); of_site > 0) {
-        named.add(site.scope->name);
-        runs += of_site;
-        never_captured += site.variants.all.empty() ? 1 : 0;
+    for (const CallRuns& call : calls) {
+      if (const std::int64_t of_call = call.runs.of(cause); of_call > 0) {
+        named.add(call.name);
+        runs += of_call;
+        never_captured += call.captured ? 0 : 1;
       }
     }
     if (runs > 0) {
-      notes.push_back(named.text() + " ran eagerly " + number_of_times(runs) + " " + text_of(cause) +
+      notes.push_back(kind + named.text() + " ran eagerly " + number_of_times(runs) + " " + text_of(cause) +
                       (never_captured > 0 ? "; " + std::to_string(never_captured) + " of them have no capture" : ""));
     }
   }
 }
 
-/// Why bucketed calls ran eagerly, and bounds on buckets that are too small.
-void append_buckets(const EngineCounts& counts, std::vector<std::string>& notes) {
-  for (std::size_t c = 0; c < EagerRuns::kCauses; ++c) {
-    const auto cause = static_cast<EagerCause>(c);
-    std::int64_t runs = 0;
-    NamedCalls named;
-    for (const auto& [name, buckets] : counts.buckets()) {
-      if (const std::int64_t of_call = buckets.runs.of(cause); of_call > 0) {
-        named.add(name);
-        runs += of_call;
-      }
-    }
-    if (runs > 0) {
-      notes.push_back("bucketed " + named.text() + " ran eagerly " + number_of_times(runs) + " " + text_of(cause));
-    }
+/// Of graphed calls.
+void append_graphed(const CallTable& table, std::vector<std::string>& notes) {
+  std::vector<CallRuns> calls;
+  for (const CallSite& site : table.sites()) {
+    calls.push_back({site.scope->name, site.eager_runs, !site.variants.all.empty()});
   }
-  for (const auto& [name, buckets] : counts.buckets()) {
+  append_eager_runs("", calls, notes);
+}
+
+/// Of bucketed calls, and bounds on buckets that are too small.
+void append_buckets(const EngineCounts& counts, std::vector<std::string>& notes) {
+  std::vector<CallRuns> calls;
+  for (const auto& [name, buckets] : counts.buckets) {
+    calls.push_back({name, buckets.runs});
+  }
+  append_eager_runs("bucketed ", calls, notes);
+  for (const auto& [name, buckets] : counts.buckets) {
     if (buckets.dropped > buckets.bound) {
       notes.push_back(
           "the buckets of \"" + name + "\" were dropped " + std::to_string(buckets.dropped) +
@@ -234,7 +241,7 @@ Report EngineState::report() const {
   if (const std::string switches = resources_.tree.describe_switches(); !switches.empty()) {
     report.notes.push_back("OffloadEngine::set_activation_offloading: " + switches);
   }
-  append_eager_runs(calls_, report.notes);
+  append_graphed(calls_, report.notes);
   append_dropped(calls_, resources_.options.call_options().max_captures(), report.notes);
   append_order(chunks_, resources_.options, report.notes);
   append_buckets(counts_, report.notes);
