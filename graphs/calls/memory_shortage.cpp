@@ -160,6 +160,7 @@ MemoryShortage::MemoryShortage(const EngineResources& resources) : resources_(re
   const MemoryStats stats = resources.runtime->memory_stats();
   refusals_ = stats.refusals;
   allocated_ = stats.allocated;
+  reserved_ = stats.reserved;
 }
 
 bool MemoryShortage::met() const { return resources_.runtime->memory_stats().refusals > refusals_; }
@@ -179,34 +180,10 @@ void MemoryShortage::warn(const SequenceHolders& sequences, const SavedTensorRec
   }
 }
 
-namespace {
+bool MemoryShortage::is_the_error() const { return met() && error_in_hand().has_value(); }
 
-/// A MemoryShortage around one attempt to capture a sequence.
-class CaptureShortage : public MemoryShortage {
- public:
-  /// Call it when the allocator holds no cached memory.
-  explicit CaptureShortage(const EngineResources& resources);
-  /// Inside of a handler: the error says that the device is full.
-  [[nodiscard]] bool is_the_error() const;
-  /// Call it inside of a handler. Throws such an error as a DeviceError, any other error unchanged. The DeviceError says by how much the
-  /// calls of `attempt` (`first` and the calls after it) do not fit, which memory is held, and what else may be offloaded.
-  [[noreturn]] void rethrow(const SequenceHolders& sequences, const GraphResources::Attempt& attempt,
-                            const std::string& first) const;
-
- private:
-  /// How much is missing, as far as it is known: later requests are not. Empty if it is not known.
-  [[nodiscard]] std::string lack(const std::string& first) const;
-
-  std::int64_t reserved_;
-};
-
-CaptureShortage::CaptureShortage(const EngineResources& resources)
-    : MemoryShortage(resources), reserved_(resources.runtime->memory_stats().reserved) {}
-
-bool CaptureShortage::is_the_error() const { return met() && error_in_hand().has_value(); }
-
-std::string CaptureShortage::lack(const std::string& first) const {
-  const MemoryRefusal refusal = resources().runtime->latest_refusal();
+std::string MemoryShortage::lack(const std::string& first) const {
+  const MemoryRefusal refusal = resources_.runtime->latest_refusal();
   if (refusal.asked <=
       refusal.free) {  // the size of the request is unknown, or there was enough memory in smaller pieces
     return {};
@@ -217,8 +194,8 @@ std::string CaptureShortage::lack(const std::string& first) const {
          std::to_string(refusal.asked - refusal.free) + " too few. ";
 }
 
-void CaptureShortage::rethrow(const SequenceHolders& sequences, const GraphResources::Attempt& attempt,
-                              const std::string& first) const {
+void MemoryShortage::rethrow(const SequenceHolders& sequences, const GraphResources::Attempt& attempt,
+                             const std::string& first) const {
   const std::optional<NoRoom> error = met() ? error_in_hand() : std::nullopt;
   if (!error) {
     throw;
@@ -226,11 +203,9 @@ void CaptureShortage::rethrow(const SequenceHolders& sequences, const GraphResou
   Saved saved(sequences);
   saved.add(attempt.profile, &attempt.plan);
   throw DeviceError(
-      error->text + "; " + beginning(resources(), "capture", allocated()) + lack(first) + description(saved, 0, false),
+      error->text + "; " + beginning(resources_, "capture", allocated_) + lack(first) + description(saved, 0, false),
       error->status);
 }
-
-}  // namespace
 
 std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, const SequenceHolders& others,
                                                  const std::function<void()>& mark_outputs,
@@ -248,7 +223,7 @@ std::shared_ptr<GraphSequence> capture_that_fits(EngineResources& resources, con
   for (;;) {
     const bool last = graphs.room == GraphResources::CopyRoom::none_stays || !may_offload_more;
     std::shared_ptr<GraphSequence> sequence;
-    const CaptureShortage shortage(resources);
+    const MemoryShortage shortage(resources);
     try {
       sequence = capture_sequence(graphs, specs, order, options);
     } catch (...) {

@@ -2,9 +2,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "graphs/calls/call_site.h"
+#include "graphs/sequence/graph_resources.h"
 #include "graphs/sequence/graph_sequence.h"
 #include "sidestream/graph_options.h"
 
@@ -13,25 +15,32 @@ namespace sidestream {
 struct EngineResources;
 class SavedTensorRecorder;
 
-/// Notices that the device ran out of memory during its lifetime, whatever code asked for memory and whatever became of the error.
+/// Notices that the device ran out of memory during its lifetime, whatever code asked for memory and whatever became of the error. The
+/// lifetime is a step, or one attempt to capture a sequence, which begins when the allocator holds no cached memory.
 class MemoryShortage {
  public:
   /// `resources` must outlive this object.
   explicit MemoryShortage(const EngineResources& resources);
-  [[nodiscard]] bool met() const;
-  /// If it did: a LibTorch warning says what held the memory in the step of `recorder`, and what else may be offloaded. The error itself,
-  /// which passes through the user's code, knows neither.
+  /// If it did in a step: a LibTorch warning says what held the memory in the step of `recorder`, and what else may be offloaded. The
+  /// error itself, which passes through the user's code, knows neither.
   void warn(const SequenceHolders& sequences, const SavedTensorRecorder& recorder) const noexcept;
-
- protected:
-  [[nodiscard]] const EngineResources& resources() const noexcept { return resources_; }
-  /// When it began.
-  [[nodiscard]] std::int64_t allocated() const noexcept { return allocated_; }
+  /// Inside of a handler: the error says that the device is full.
+  [[nodiscard]] bool is_the_error() const;
+  /// Inside of the handler of a failed capture: throws such an error as a DeviceError, any other error unchanged. The DeviceError says
+  /// by how much the calls of `attempt` (`first` and the calls after it) do not fit, which memory is held, and what else may be offloaded.
+  [[noreturn]] void rethrow(const SequenceHolders& sequences, const GraphResources::Attempt& attempt,
+                            const std::string& first) const;
 
  private:
+  [[nodiscard]] bool met() const;
+  /// How much is missing, as far as it is known: later requests are not. Empty if it is not known.
+  [[nodiscard]] std::string lack(const std::string& first) const;
+
   const EngineResources& resources_;
+  // When it began.
   std::int64_t refusals_;
   std::int64_t allocated_;
+  std::int64_t reserved_;
 };
 
 /// Captures a sequence that fits the device. If memory runs out, or if less is left than the rest of a step took (EagerMemoryEstimate),
