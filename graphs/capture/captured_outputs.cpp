@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "graphs/gradients/gradient_leaves.h"
+#include "memory/storage_view.h"
 #include "observe/external_reads.h"
 #include "offload/autograd_walk.h"
 #include "sidestream/error.h"
@@ -16,11 +17,6 @@ namespace sidestream {
 namespace {
 
 using Kind = StaticOutput::Kind;
-
-bool same_storage(const at::Tensor& a, const at::Tensor& b) {
-  return a.defined() && b.defined() && a.has_storage() && b.has_storage() &&
-         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
-}
 
 /// The parameter, buffer or other tensor that a replay finds where the capture did, and that `output` is or is a view of.
 at::Tensor owner_of(const CapturedCall& call, const at::Tensor& output, const Exclusions& exclusions) {

@@ -24,6 +24,7 @@
 #include "graphs/outputs/storage_holders.h"
 #include "graphs/sandbox/pass_watch.h"
 #include "graphs/sandbox/sandbox.h"
+#include "memory/storage_view.h"
 #include "observe/operator_observer.h"
 #include "offload/nested_backward.h"
 #include "offload/saved_tensor_recorder.h"
@@ -76,9 +77,7 @@ std::vector<bool> flags_of(const std::vector<at::Tensor>& tensors) {
 bool returns_parameter(const at::Tensor& output, const std::vector<at::Tensor>& inputs) {
   const bool view = output.is_view();
   const at::TensorBase& base = view ? output._base() : output;
-  const auto shares = [&](const at::Tensor& input) {
-    return input.defined() && input.has_storage() && input.is_alias_of(base);
-  };
+  const auto shares = [&](const at::Tensor& input) { return same_storage(input, base); };
   if (!base.is_leaf() || !base.has_storage() || std::any_of(inputs.begin(), inputs.end(), shares)) {
     return false;
   }

@@ -57,8 +57,7 @@ bool has_own_memory(const at::Tensor& grad) {
   if (others_hold(grad, 1) || !grad.has_storage()) {
     return false;
   }
-  const bool is_view =
-      grad.is_view() && grad._base().has_storage() && grad._base().storage().is_alias_of(grad.storage());
+  const bool is_view = grad.is_view() && same_storage(grad._base(), grad);
   return !(is_view && others_hold(grad._base(), 1)) && !others_hold(grad.storage(), is_view ? 2 : 1) &&
          grad.is_non_overlapping_and_dense() && grad.nbytes() == grad.storage().nbytes();
 }

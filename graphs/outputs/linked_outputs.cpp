@@ -48,7 +48,7 @@ void LinkedOutputs::add(const std::vector<at::Tensor>& inputs, const detail::Ten
       known_.try_emplace(storage, Known{output.storage().getWeakStorageImpl(), {call, kept.size()}});
     }
     views.push_back(std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
-      return storage != nullptr && storage_impl_of(input) == storage && !same_place(input, output);
+      return same_storage(input, output) && !same_place(input, output);
     }));
     kept.push_back(read ? output.detach().requires_grad_(output.requires_grad()) : at::Tensor());
   }

@@ -4,15 +4,15 @@
 #include <string_view>
 #include <utility>
 
+#include "memory/storage_view.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
 
 bool WholeStepWatch::writes_parameter(const OperatorAccess& access) const {
   return std::any_of(access.writes.begin(), access.writes.end(), [&](const at::Tensor& written) {
-    return std::any_of(parameters_.begin(), parameters_.end(), [&](const at::Tensor& parameter) {
-      return written.has_storage() && written.storage().is_alias_of(parameter.storage());
-    });
+    return std::any_of(parameters_.begin(), parameters_.end(),
+                       [&](const at::Tensor& parameter) { return same_storage(written, parameter); });
   });
 }
 
@@ -45,9 +45,7 @@ void WholeStepWatch::after(const OperatorAccess& access) {
     return;
   }
   for (const at::Tensor& output : access.outputs) {
-    const auto is_its = [&](const at::Tensor& read) {
-      return read.has_storage() && read.storage().is_alias_of(output.storage());
-    };
+    const auto is_its = [&](const at::Tensor& read) { return same_storage(read, output); };
     if (output.defined() && output.has_storage() && std::none_of(access.reads.begin(), access.reads.end(), is_its)) {
       made_by_update_.insert(output.storage());
     }

@@ -40,8 +40,13 @@ struct StorageView {
 };
 
 /// The storage of `tensor`; null if it is undefined or has none.
-[[nodiscard]] inline const c10::StorageImpl* storage_impl_of(const at::Tensor& tensor) noexcept {
+[[nodiscard]] inline const c10::StorageImpl* storage_impl_of(const at::TensorBase& tensor) noexcept {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+/// False if one of them has none.
+[[nodiscard]] inline bool same_storage(const at::TensorBase& a, const at::TensorBase& b) noexcept {
+  return storage_impl_of(a) != nullptr && storage_impl_of(a) == storage_impl_of(b);
 }
 
 /// All bytes of `storage` as a tensor over it, with a version counter of its own: autograd does not see writes through
