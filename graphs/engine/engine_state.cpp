@@ -107,8 +107,7 @@ void EngineState::backward_dw(const ChunkId& id) {
     return sequence.captured().calls[call].replay.chunk == chunk.number;
   };
   const auto refuse = [&id](const std::string& call) {
-    throw UsageError("OffloadEngine::backward_dw: the backward of " + call + " in stage " + std::to_string(id.stage) +
-                     ", microbatch " + std::to_string(id.microbatch) +
+    throw UsageError("OffloadEngine::backward_dw: the backward of " + call + " in " + describe(id) +
                      " has not run; call it after the backward of the chunk");
   };
   sequences_.for_each([&](const GraphSequence& sequence) {
