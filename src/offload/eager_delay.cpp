@@ -50,11 +50,7 @@ void EagerOffload::send_delayed(Slot& slot) {
 void EagerOffload::keep_delayed(Slot& slot) noexcept {
   std::erase(delayed_, &slot);
   any_delayed_.store(!delayed_.empty(), std::memory_order_relaxed);
-  for (const auto& saved : slot.sources) {
-    saved->lease.reset();
-    saved->to_offload = false;
-  }
-  slot.sources.clear();
+  slot.keep_sources();
   slot.state = Slot::State::here;
 }
 

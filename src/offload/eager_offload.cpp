@@ -211,16 +211,12 @@ void EagerOffload::group_ended(Group& group) {
 }
 
 void EagerOffload::give_up(Slot& slot) {
-  for (const auto& saved : slot.sources) {
-    saved->lease.reset();
-    saved->to_offload = false;
-  }
   for (const auto& weak : slot.storages) {
     if (const auto saved = weak.lock()) {
       saved->slot = 0;
     }
   }
-  slot.sources.clear();
+  slot.keep_sources();
   slot.storages.clear();
   --used_slots_;
 }
@@ -260,11 +256,7 @@ void EagerOffload::send(Slot& slot) {
     }
     copies.finish();
   } catch (...) {
-    for (const auto& saved : slot.sources) {
-      saved->lease.reset();
-      saved->to_offload = false;
-    }
-    slot.sources.clear();
+    slot.keep_sources();
     throw;
   }
   slot.state = Slot::State::offloading;

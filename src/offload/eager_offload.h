@@ -115,6 +115,14 @@ class EagerOffload : public StorageMover {
     bool used = false;           ///< backward has reached it
     std::int64_t in_flight = 0;  ///< bytes of it that are on the device, on their way
 
+    /// What was to be offloaded stays on the device after all.
+    void keep_sources() noexcept {
+      for (const auto& saved : sources) {
+        saved->lease.reset();
+        saved->to_offload = false;
+      }
+      sources.clear();
+    }
     [[nodiscard]] bool is_gone() const noexcept {
       return std::all_of(storages.begin(), storages.end(), [](const auto& saved) { return saved.expired(); });
     }
