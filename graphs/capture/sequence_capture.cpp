@@ -123,8 +123,8 @@ void warm_up_and_capture(SequenceCapture& capture) {
   capture.runtime.synchronize_device();
   capture.sequence.outside.warm_up = grown();
   prepare_calls(capture, make_plan_and_pin(capture));
-  capture.runtime
-      .synchronize_device();  // samples were copied on the current stream, and the capture stream may read them
+  // The capture stream may read samples that were copied on the current stream.
+  capture.runtime.synchronize_device();
   capture.runtime.release_cached_memory();
   (void)grown();  // pinned memory has tables on the device too
   {

@@ -141,7 +141,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
                             const ReplayOptions* target, Inputs known) {
   CapturedCall& call = captured_.calls[index];
   std::unique_lock lock(mutex_, std::defer_lock);
-  const std::unique_lock drawing = streams_.lock_to_launch(call.forward.graph, lock);
+  const Drawing drawing = streams_.lock_to_launch(call.forward.graph, lock);
   if (known == Inputs::unknown || !call.forward.graph) {
     captured_.check(index, inputs);
   }
@@ -176,7 +176,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   call.replay.backward_launched = call.replay.backward_failed = call.replay.given_up = call.replay.ran_eagerly = false;
   const c10::Stream current = runtime_->current_stream();
   write_static_inputs(call, inputs, current, [&] { copies_.await_others(graph_index, current); });
-  launch_forward(index, target, drawing.owns_lock());
+  launch_forward(index, target, drawing);
   give_outputs(call.outputs, call.output_storages, call.inputs, inputs, current, outputs);
   if (call.has_backward) {
     for (BackwardRead& read : call.reads.in_backward) {
@@ -188,7 +188,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   }
 }
 
-void GraphSequence::launch_forward(std::size_t index, const ReplayOptions* target, bool locked) {
+void GraphSequence::launch_forward(std::size_t index, const ReplayOptions* target, const Drawing& drawing) {
   CapturedCall& call = captured_.calls[index];
   call.replay.target = target != nullptr ? *target : ReplayOptions();
   const c10::Stream side = streams_.side(call.replay.target, index);
@@ -196,7 +196,7 @@ void GraphSequence::launch_forward(std::size_t index, const ReplayOptions* targe
   copies_.before_forward(index, side);
   StepTrace::Graph traced(copies_.trace(), SpanKind::forward, side);
   try {
-    streams_.launch(call.forward.graph, side, call.forward.done, call.replay.target.event().get(), locked);
+    streams_.launch(call.forward.graph, side, call.forward.done, call.replay.target.event().get(), drawing);
     traced.launched(this, captured_.order.forward_index(index));
     copies_.forward_launched(index);
     use_.launched(captured_.order.forward_index(index));

@@ -193,9 +193,10 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
  private:
   /// Before the launch of a forward: this sequence has the turn from here on. Throws: UsageError if another awaits a backward.
   void take_turn(std::size_t call);
-  /// `locked`: as SequenceStreams::launch takes it.
-  void launch_forward(std::size_t call, const ReplayOptions* target, bool locked);
-  void launch_backward(std::size_t call);
+  using Drawing = std::unique_lock<std::mutex>;  ///< what SequenceStreams::lock_to_launch returned for the graph
+  void launch_forward(std::size_t call, const ReplayOptions* target, const Drawing& drawing);
+  void launch_backward(std::size_t call, const Drawing& drawing);
+  [[nodiscard]] std::vector<at::Tensor> launch_weights(std::size_t call, const Drawing& drawing);
   /// Before the launch of a backward with this graph index, which check_order_of_backward allows: calls that await theirs and would have
   /// to run it first will have none.
   void give_up_later_calls(std::size_t graph_index) noexcept;

@@ -97,8 +97,10 @@ bool ReplayNode::leads_to_a_leaf(const torch::autograd::variable_list& results) 
   for (const auto i : c10::irange(results.size())) {
     const torch::autograd::Node* const next = next_edge(i).function.get();
     const ReplayNode* const replay = as_replay(next);  // one that accumulates lets the caller wait itself
-    if (results[i].defined() && (replay != nullptr ? replay->sequence_->captured().calls[replay->call_].accumulates
-                                                   : typeid(*next) == typeid(torch::autograd::AccumulateGrad))) {
+    const bool waited_for = replay != nullptr
+                                ? replay->sequence_->captured().calls[replay->call_].accumulates
+                                : next != nullptr && typeid(*next) == typeid(torch::autograd::AccumulateGrad);
+    if (waited_for && results[i].defined()) {
       return true;
     }
   }

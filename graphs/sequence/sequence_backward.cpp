@@ -73,8 +73,9 @@ void write_static_grads(CapturedCall& call, const std::vector<at::Tensor>& grads
 
 // Memory is allocated before the launch. If an allocation fails, nothing has happened yet, and the backward may be tried again.
 void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::vector<at::Tensor>& grads) {
-  const std::lock_guard lock(mutex_);
   CapturedCall& call = captured_.calls[index];
+  std::unique_lock lock(mutex_, std::defer_lock);
+  const Drawing drawing = streams_.lock_to_launch(call.backward.graph, lock);
   const std::size_t graph_index = captured_.order.backward_index(index);
   captured_.check_backward(index, generation, captured_.memory->turn() == this);
   captured_.check_order_of_backward(index, pending_.runs(), pending_.weights());
@@ -123,7 +124,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   if (call.accumulates && !call.replay.grads_in_place) {
     attach_owned_grads(call.parameters, used);
   }
-  launch_backward(index);
+  launch_backward(index, drawing);
   for (const c10::Stream stream : adding) {
     streams_.order(runtime_->current_stream(), stream);
   }
@@ -151,6 +152,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
 
 // Each call's stream waits for that of the call before, so the latest one is enough.
 void GraphSequence::let_caller_wait() {
+  const std::lock_guard lock(mutex_);
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward == -1 || backward == backward_with_waiting_caller_) {  // -1: there is no caller but this thread
     return;
@@ -163,7 +165,7 @@ void GraphSequence::let_caller_wait() {
   backward_with_waiting_caller_ = backward;
 }
 
-void GraphSequence::launch_backward(std::size_t index) {
+void GraphSequence::launch_backward(std::size_t index, const Drawing& drawing) {
   CapturedCall& call = captured_.calls[index];
   const c10::Stream side = streams_.side(call.replay.target, 0);
   streams_.fork(side);
@@ -172,7 +174,7 @@ void GraphSequence::launch_backward(std::size_t index) {
   StepTrace::Graph traced(copies_.trace(), SpanKind::backward, side);
   const std::uint64_t launches = streams_.launches();
   try {
-    streams_.launch(call.backward.graph, side, call.backward.done, call.replay.target.event().get());
+    streams_.launch(call.backward.graph, side, call.backward.done, call.replay.target.event().get(), drawing);
     call.replay.backward_launched = true;
     traced.launched(this, captured_.order.backward_index(index));
     copies_.backward_launched(index);

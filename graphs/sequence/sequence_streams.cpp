@@ -55,23 +55,21 @@ void SequenceStreams::order(c10::Stream earlier, c10::Stream later) {
 }
 
 std::unique_lock<std::mutex> SequenceStreams::lock_to_launch(const Graph& graph,
-                                                             std::unique_lock<std::recursive_mutex>& lock) const {
+                                                             std::unique_lock<std::recursive_mutex>& sequence) const {
   if (graph && runtime_->draws(graph)) {
-    return draw_order_.lock_with(lock);
+    return draw_order_.lock_with(sequence);
   }
-  lock.lock();
+  sequence.lock();
   return {};
 }
 
 void SequenceStreams::launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event,
-                             bool locked) {
+                             const std::unique_lock<std::mutex>& drawing) {
   const auto launch_it = [&] {
     runtime_->launch(graph, side);
     ++launches_;  // whatever fails from here on, the graph runs
   };
-  if (locked) {
-    draw_order_.launch_locked(*runtime_, side, launch_it);
-  } else if (runtime_->draws(graph)) {
+  if (drawing.owns_lock()) {
     draw_order_.launch(*runtime_, side, launch_it);
   } else {
     launch_it();

@@ -48,13 +48,14 @@ class SequenceStreams {
   void fork(c10::Stream side);
   /// `later` waits for all work of `earlier`, unless they are the same.
   void order(c10::Stream earlier, c10::Stream later);
-  /// Locks `lock`, and the order of graphs that draw if `graph` is one of them. Empty if it is not.
+  /// Locks `sequence`, and the order of graphs that draw if `graph` is one of them. Empty if it is not.
+  /// Throws: as DrawOrder::lock_with.
   [[nodiscard]] std::unique_lock<std::mutex> lock_to_launch(const Graph& graph,
-                                                            std::unique_lock<std::recursive_mutex>& lock) const;
-  /// Launches `graph` on `side`. The current stream waits for `done`. `event`: the caller's of this call, or null. `locked`: the caller
-  /// has what `lock_to_launch` returned for the graph.
+                                                            std::unique_lock<std::recursive_mutex>& sequence) const;
+  /// Launches `graph` on `side`. The current stream waits for `done`. `event`: the caller's of this call, or null. `drawing`: what
+  /// `lock_to_launch` returned for the graph.
   void launch(const Graph& graph, c10::Stream side, const ExternalEvent& done, const GraphEvent* event,
-              bool locked = false);
+              const std::unique_lock<std::mutex>& drawing);
   /// The current stream waits for the stream that the latest graph was called on: that stream is after the graph and its readers.
   void follow_latest_call();
   [[nodiscard]] bool launched_any() const noexcept { return called_on_.has_value(); }

@@ -13,7 +13,12 @@
 namespace sidestream {
 
 std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_, std::defer_lock);
+  const Drawing drawing = streams_.lock_to_launch(captured_.calls[index].weights.graph, lock);
+  return launch_weights(index, drawing);
+}
+
+std::vector<at::Tensor> GraphSequence::launch_weights(std::size_t index, const Drawing& drawing) {
   CapturedCall& call = captured_.calls[index];
   captured_.check_weights(index);
   const Site site(Activity::launch_weights, call.site);
@@ -32,7 +37,7 @@ std::vector<at::Tensor> GraphSequence::replay_weights(std::size_t index) {
     StepTrace::Span traced;
     traced.begin(copies_.trace(), SpanKind::weights, side);
     try {
-      streams_.launch(call.weights.graph, side, call.weights.done, call.replay.target.event().get());
+      streams_.launch(call.weights.graph, side, call.weights.done, call.replay.target.event().get(), drawing);
       traced.end();
       weights_use_->launched(captured_.order.weights_rank(index));
     } catch (...) {
@@ -67,8 +72,9 @@ void GraphSequence::run_where_delayed(std::size_t index, c10::function_ref<void(
 
 LeafGradients GraphSequence::take_weights(std::size_t index) {
   LeafGradients made;
-  const std::lock_guard lock(mutex_);
-  made.grads = replay_weights(index);
+  std::unique_lock lock(mutex_, std::defer_lock);
+  const Drawing drawing = streams_.lock_to_launch(captured_.calls[index].weights.graph, lock);
+  made.grads = launch_weights(index, drawing);
   const CapturedCall& call = captured_.calls[index];
   for (const std::size_t i : c10::irange(made.grads.size())) {
     if (made.grads[i].defined()) {

@@ -31,25 +31,9 @@ class DrawOrder {
   DrawOrder& operator=(const DrawOrder&) = delete;
   ~DrawOrder() = delete;  // there is one for each device, for the life of the process
 
-  /// Calls `launch`, which uses `stream` of `runtime`, so that its work is after the latest launch that drew.
-  /// Throws: UsageError in a backward pass while another thread captures; nothing is queued then.
-  template <class Launch>
-  void launch(Runtime& runtime, c10::Stream stream, const Launch& launch) {
-    std::unique_lock lock(mutex_, std::defer_lock);
-    for (;;) {
-      CaptureTurn::let_others_finish(device_, "a graph that draws random numbers is replayed by a backward pass");
-      lock.lock();
-      if (!CaptureTurn::others(device_)) [[likely]] {
-        break;
-      }
-      lock.unlock();  // a capture has begun just now
-    }
-    launch_locked(runtime, stream, launch);
-  }
-
-  /// Locks `other` and this order, for `launch_locked`. Waits for captures without `other`: they may need it, and so may autograd's thread,
-  /// which works for them.
-  /// Throws: as `launch`; nothing is locked then.
+  /// Locks `other` and this order, for `launch`. Waits for captures without `other`: they may need it, and so may autograd's thread, which
+  /// works for them.
+  /// Throws: UsageError in a backward pass while another thread captures; nothing is locked then.
   [[nodiscard]] std::unique_lock<std::mutex> lock_with(std::unique_lock<std::recursive_mutex>& other) {
     for (;;) {
       CaptureTurn::let_others_finish(device_, "a graph that draws random numbers is replayed by a backward pass");
@@ -64,9 +48,10 @@ class DrawOrder {
       }
     }
   }
-  /// As `launch`, for who has what `lock_with` returned.
+  /// Calls `launch`, which uses `stream` of `runtime`, so that its work is after the latest launch that drew. The thread has what
+  /// `lock_with` returned.
   template <class Launch>
-  void launch_locked(Runtime& runtime, c10::Stream stream, const Launch& launch) {
+  void launch(Runtime& runtime, c10::Stream stream, const Launch& launch) {
     wait(runtime, stream);
     launch();
     mark(runtime, stream);

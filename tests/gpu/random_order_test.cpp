@@ -75,11 +75,14 @@ class RandomOrderOnGpu : public Gpu {
 };
 
 TEST_F(RandomOrderOnGpu, InOrderEachDrawsWhatEagerWorkWould) {
-  EXPECT_TRUE(
-      same(graphed([&](const Graph& graph, c10::Stream stream) {
-             DrawOrder::of(runtime().device()).launch(runtime(), stream, [&] { runtime().launch(graph, stream); });
-           }),
-           eager()));
+  EXPECT_TRUE(same(graphed([&](const Graph& graph, c10::Stream stream) {
+                     DrawOrder& order = DrawOrder::of(runtime().device());
+                     std::recursive_mutex mutex;
+                     std::unique_lock lock(mutex, std::defer_lock);
+                     const auto drawing = order.lock_with(lock);
+                     order.launch(runtime(), stream, [&] { runtime().launch(graph, stream); });
+                   }),
+                   eager()));
 }
 
 TEST_F(RandomOrderOnGpu, WithoutTheirOrderTheyDrawOtherNumbers) {
