@@ -3,14 +3,12 @@
 // without an engine bit for bit.
 //
 //   collectives    starts both ranks; exit code 0 if all was equal, 77 where that cannot run
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -22,33 +20,23 @@
 #include <ATen/ops/rms_norm.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/cuda.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#ifdef USE_C10D_NCCL
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#endif
 
 #include "examples/pipeline/ranks.h"
 #include "sidestream/sidestream.h"
+#include "tests/ranks/nccl_ranks.h"
 
 namespace {
 
 namespace ss = sidestream;
+using namespace sidestream::testing_ranks;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr int kSteps = 6;
-constexpr int kSkipped = 77;
-constexpr std::chrono::minutes kLimit{2};
 constexpr std::int64_t kRows = 4096;  // so many that work is late: what is read too early has other bytes
 constexpr std::int64_t kWidth = 1024;
-
-void require(bool holds, const std::string& what) {
-  if (!holds) {
-    throw std::runtime_error(what);
-  }
-}
 
 /// The ranks of this program.
 c10::intrusive_ptr<c10d::Backend>& ranks() {
@@ -277,27 +265,12 @@ void train_whole_steps(int rank, c10::Device device) {
   }
 }
 
-#ifdef USE_C10D_NCCL
-std::string missing() {
-  const auto gpus = torch::cuda::device_count();
-  return gpus < 2 ? "it needs two GPUs, and here are " + std::to_string(gpus) : "";
-}
-c10::intrusive_ptr<c10d::Backend> make_ranks(const c10::intrusive_ptr<c10d::Store>& store, int rank) {
-  auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = kLimit;
-  return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, 2, options);
-}
-#else
-std::string missing() { return "it was built without NCCL's headers"; }
-c10::intrusive_ptr<c10d::Backend> make_ranks(const c10::intrusive_ptr<c10d::Store>&, int) { return {}; }
-#endif
-
 }  // namespace
 
 int main() try {
   const auto place = pipeline::rank_environment();
   if (!place) {
-    if (const std::string what = missing(); !what.empty()) {
+    if (const std::string what = missing_for_nccl(); !what.empty()) {
       std::cerr << "skipped: " << what << '\n';
       return kSkipped;
     }
@@ -308,7 +281,7 @@ int main() try {
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);  // the same algorithms inside and outside of graphs
   const c10::Device device = ss::find_device("cuda:" + std::to_string(place->rank));
   const c10::DeviceGuard current(device);
-  ranks() = make_ranks(pipeline::connect(*place, kLimit), place->rank);
+  ranks() = make_nccl<Nccl>(pipeline::connect(*place, kLimit), place->rank);
   const auto done = [&](const std::string& what) {
     if (place->rank == 0) {
       std::cerr << "collectives: " << what << ": equal\n";

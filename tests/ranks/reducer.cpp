@@ -3,14 +3,12 @@
 //
 //   reducer         starts both ranks on the simulated device; exit code 0 if all was equal
 //   reducer nccl    the same with NCCL, each rank on a GPU of its own; exit code 77 where that cannot run
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -21,28 +19,24 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/randn.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/cuda.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
-#ifdef USE_C10D_NCCL
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#endif
 
 #include "examples/pipeline/ranks.h"
 #include "examples/pipeline/store_backend.h"
 #include "sidestream/sidestream.h"
+#include "tests/ranks/nccl_ranks.h"
 
 namespace {
 
 namespace ss = sidestream;
+using namespace sidestream::testing_ranks;
 
 constexpr int kSteps = 8;
-constexpr std::chrono::minutes kLimit{2};
-constexpr int kSkipped = 77;
 
 using Sizes = std::vector<std::int64_t>;
 
@@ -94,29 +88,6 @@ class Noted final : public Backend {
  private:
   Sizes& sizes_;
 };
-
-#ifdef USE_C10D_NCCL
-std::string missing_for_nccl() {
-  const auto gpus = torch::cuda::device_count();
-  return gpus < 2 ? "it needs two GPUs, and here are " + std::to_string(gpus) : "";
-}
-
-c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, int rank, Sizes& sizes) {
-  auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = kLimit;
-  return c10::make_intrusive<Noted<c10d::ProcessGroupNCCL>>(sizes, store, rank, 2, options);
-}
-#else
-std::string missing_for_nccl() { return "it was built without NCCL's headers"; }
-
-c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>&, int, Sizes&) { return {}; }
-#endif
-
-void require(bool holds, const std::string& what) {
-  if (!holds) {
-    throw std::runtime_error(what);
-  }
-}
 
 /// A model, its optimizer with clipping, and a schedule of learning rates.
 struct Trainer {
@@ -236,7 +207,7 @@ int main(int argc, char** argv) try {
   try {
     c10::intrusive_ptr<c10d::Backend> ranks = host;
     if (nccl) {
-      ranks = make_nccl(store, place->rank, reduced);
+      ranks = make_nccl<Noted<Nccl>>(store, place->rank, reduced);
     }
     for (const bool delays : {false, true}) {
       train(device, store, ranks, reduced, delays);
