@@ -173,8 +173,10 @@ void take_gradients(CapturedCall& call, SequenceCapture::Live& live, std::vector
       parameter.grad = grad.defined() ? live.computed.emplace_back(std::move(grad)) : at::Tensor();
       continue;
     }
-    require_gradient(parameter, accumulated ? added->has(next_added++) : grad.defined());
-    if (!accumulated) {
+    if (accumulated) {
+      require_gradient(parameter, added->has(next_added++));
+    } else {
+      require_dense_gradient(parameter, grad);
       parameter.grad = std::move(grad);
     }
   }

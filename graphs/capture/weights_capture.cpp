@@ -114,7 +114,7 @@ std::vector<at::Tensor> run_first_part(SequenceCapture& capture, std::size_t ind
   std::vector<at::Tensor> made = split.run_first(seeds);
   for (const auto i : c10::irange(delayed.size())) {
     if (!split.in_second(i)) {
-      require_gradient(call.parameters[delayed[i]], made[order.size() - delayed.size() + i].defined());
+      require_dense_gradient(call.parameters[delayed[i]], made[order.size() - delayed.size() + i]);
     }
   }
   std::vector<at::Tensor> grads(targets.size());
@@ -167,7 +167,7 @@ void capture_weights(SequenceCapture& capture, std::size_t index) {
   for (const auto i : c10::irange(delayed.size())) {
     CallParameter& parameter = call.parameters[delayed[i]];
     if (split.in_second(i)) {
-      require_gradient(parameter, grads[i].defined());
+      require_dense_gradient(parameter, grads[i]);
       parameter.grad = grads[i];
     }
     parameter.grad = not_owning(parameter.grad);

@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
+#include "graphs/guards/input_facts.h"
 #include "graphs/outputs/storage_holders.h"
 #include "memory/storage_view.h"
 #include "offload/kept_memory.h"
@@ -147,6 +148,15 @@ void require_gradient(const CallParameter& parameter, bool has_gradient) {
     throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
                        " got a gradient in the sizing pass, but gets none in the capture; let the callable do the same "
                        "work each time");
+  }
+}
+
+void require_dense_gradient(const CallParameter& parameter, const at::Tensor& grad) {
+  require_gradient(parameter, grad.defined());
+  if (is_sparse_or_nested(grad)) {
+    throw CaptureError("a parameter of shape " + c10::str(parameter.tensor.sizes()) +
+                       " gets a sparse gradient, but a graph gives out dense ones only; let the module make dense "
+                       "gradients (torch::nn::EmbeddingOptions::sparse), or run the call eagerly");
   }
 }
 
@@ -324,7 +334,7 @@ Streams streams_that_add(const std::vector<CallParameter>& parameters, c10::Stre
 
 void give_memory(CallParameter& parameter) {
   if (!StorageView::supported(parameter.grad)) {
-    return;  // sparse: is cloned
+    return;  // is cloned
   }
   if (!has_own_memory(parameter.grad)) {
     const at::NoGradGuard no_grad;

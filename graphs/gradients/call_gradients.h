@@ -45,6 +45,8 @@ struct CallParameter {
 
 /// `has_gradient`: in the capture. Throws: CaptureError if the parameter has none there.
 void require_gradient(const CallParameter& parameter, bool has_gradient);
+/// The same, and throws a CaptureError for a sparse gradient.
+void require_dense_gradient(const CallParameter& parameter, const at::Tensor& grad);
 
 /// Inside the capture of the backward: an owned parameter's gradient keeps the memory that the graph writes, as long as the graph lives.
 void give_memory(CallParameter& parameter);

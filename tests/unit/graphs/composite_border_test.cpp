@@ -7,6 +7,7 @@
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 
@@ -211,6 +212,37 @@ TEST_P(CompositeBorderTest, AMemberOfTheModelIsRefusedIfItIsNested) {
   if (refused) {
     EXPECT_THROWS(UsageError, "graphed call \"takes\": \"0.matrix\" is a nested tensor",
                   (void)make_graphed_callables(engine, {callable_}, {{plain, plain}}));
+  }
+}
+
+/// Its weight gets a sparse gradient, as that of torch::nn::Embedding with `sparse(true)`.
+struct SparseLookup : torch::autograd::Function<SparseLookup> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight, const at::Tensor& of) {
+    context->save_for_backward({of});
+    return weight.index_select(0, of);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    at::Tensor sparse = at::detail::make_tensor<at::SparseTensorImpl>(
+        c10::DispatchKeySet(c10::DispatchKey::SparsePrivateUse1), gradients[0].dtype());
+    auto& impl = *static_cast<at::SparseTensorImpl*>(sparse.unsafeGetTensorImpl());
+    impl.raw_resize_(1, 1, {16, kHidden});
+    impl.set_indices_and_values_unsafe(context->get_saved_variables()[0].unsqueeze(0), gradients[0].contiguous());
+    return {sparse, at::Tensor()};
+  }
+};
+
+TEST(SparseGradientTest, IsRefusedByTheCapture) {
+  const c10::Device device = find_device("sim");
+  torch::nn::Module nothing;
+  const at::Tensor weight = rows(1, device).requires_grad_(true);
+  const Callable lookup("lookup",
+                        owning([weight](const Tensors& in) { return Tensors{SparseLookup::apply(weight, in[0])}; }));
+  OffloadEngine engine(nothing, Options(device));
+  for (const GradientPolicy policy : {GradientPolicy::cloned, GradientPolicy::owned, GradientPolicy::delayed}) {
+    EXPECT_THROWS(CaptureError, "gets a sparse gradient",
+                  (void)make_graphed_callables(engine, {lookup}, {{at::arange(6, at::kLong).to(device)}},
+                                               GraphOptions().gradients("**", policy)));
   }
 }
 
