@@ -27,7 +27,7 @@ const char* way_out(const GraphSequence& sequence) {
              ? ", while the backward of a call that was captured with it is pending; change weights when no backward "
                "is "
                "pending: the next call then captures again"
-             : "; call make_graphed_callables again, or set GraphOptions::on_relocated_weights to capture";
+             : "; make the callables or the step again, or set GraphOptions::on_relocated_weights to capture";
 }
 
 }  // namespace
@@ -117,7 +117,7 @@ void Dispatcher::replay_callable(const Call& call, const CallVariant& variant, G
   }
   if (change.layout && !captured->placed_by_hooks) {
     throw UsageError(describe(site) + ": " + holder.captured().difference(index) +
-                     " at the capture; make_graphed_callables again with samples for the model as it is");
+                     " at the capture; make the callables or the step again, with samples for the model as it is");
   }
   // A later call of the pass cannot capture again, since the sequence is pending by then: the first one asks for all.
   const auto may_capture_again = [&] {

@@ -121,7 +121,8 @@ class GraphedCallable::Shared {
         describe() +
         ": backward_dw was called, but no weight gradients are delayed: its backward did not run since its latest "
         "forward, failed or named inputs; backward_dw ran after it already; the callable is called in the body of a "
-        "graphed call; or no parameter has GradientPolicy::delayed. Call it once after each backward of its own");
+        "graphed call; or no parameter with GradientPolicy::delayed required a gradient at the capture. Call it once "
+        "after each backward of its own");
   }
 
   [[nodiscard]] const std::string& name() const noexcept { return callable_.name(); }

@@ -217,7 +217,7 @@ TEST_F(ChangedPairTest, AReplacedWeightIsNotCalledRelocated) {
   second().renew_scale();
   const std::string text = message_of<UsageError>([&] { (void)graphed_[1]({x()}); });
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "were replaced since the capture", text);
-  EXPECT_PRED_FORMAT2(testing::IsSubstring, "call make_graphed_callables again", text);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "make the callables or the step again", text);
   EXPECT_EQ(text.find("pending"), std::string::npos) << text;
 }
 
