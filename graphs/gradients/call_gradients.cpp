@@ -37,8 +37,8 @@ bool has_tensor_hooks(const torch::autograd::AutogradMeta& meta) {
   return !meta.hooks_.empty() && !only_places;
 }
 
-/// As has_gradient_hooks and is_owned say, for a `.grad` with memory; false is no answer yet.
-bool is_in_place(const AccumulatedGradient& gradient) {
+/// As has_gradient_hooks, is_owned and streams_that_add say, for a `.grad` with memory; false is no answer yet.
+bool is_in_place(const AccumulatedGradient& gradient, c10::Stream stream) {
   const auto* const meta = static_cast<const torch::autograd::AutogradMeta*>(gradient.parameter->autograd_meta());
   if (meta == nullptr || !meta->requires_grad_ || !meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr ||
       !meta->grad_.has_storage() || meta->grad_.const_data_ptr() != gradient.memory ||
@@ -46,7 +46,8 @@ bool is_in_place(const AccumulatedGradient& gradient) {
     return false;
   }
   const auto accumulator = meta->grad_accumulator_.lock();
-  return accumulator == nullptr || (accumulator->post_hooks().empty() && accumulator->pre_hooks().empty());
+  return accumulator == nullptr || (accumulator->post_hooks().empty() && accumulator->pre_hooks().empty() &&
+                                    accumulator->input_metadata(0).stream() == stream);
 }
 
 bool is_owned(const CallParameter& parameter, const at::Tensor& grad) { return is_part_of(grad, parameter.grad); }
@@ -246,13 +247,13 @@ bool has_gradient_hooks(const at::Tensor& parameter) {
   return accumulator != nullptr && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty());
 }
 
-bool are_in_place(const std::vector<AccumulatedGradient>& gradients) {
+bool are_in_place(const std::vector<AccumulatedGradient>& gradients, c10::Stream stream) {
   constexpr std::size_t kAhead = 4;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     if (i + kAhead < gradients.size()) {
       __builtin_prefetch(gradients[i + kAhead].attached);
     }
-    if (!is_in_place(gradients[i])) {
+    if (!is_in_place(gradients[i], stream)) {
       return false;
     }
   }

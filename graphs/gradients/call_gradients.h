@@ -124,9 +124,10 @@ class OwnedGradients {
 /// True if `parameter` has hooks that fire when its gradient comes: a graph would not run them.
 [[nodiscard]] bool has_gradient_hooks(const at::Tensor& parameter);
 
-/// True if all of `gradients` lie where the graph adds into, and none has a hook. Then the two functions below have nothing to do.
-/// One pass, without allocation: in nearly every replay this is the only cost.
-[[nodiscard]] bool are_in_place(const std::vector<AccumulatedGradient>& gradients);
+/// True if all of `gradients` lie where the graph adds into, none has a hook, and autograd adds on no other stream than `stream`. Then
+/// check_owned_grads, attach_owned_grads and streams_that_add have nothing to do. One pass, without allocation: in nearly every replay
+/// this is the only cost.
+[[nodiscard]] bool are_in_place(const std::vector<AccumulatedGradient>& gradients, c10::Stream stream);
 
 /// Before the backward of the call `name` queues anything. Throws: UsageError if the graph cannot do what plain training does.
 void check_owned_grads(const std::string& name, const std::vector<CallParameter>& parameters);

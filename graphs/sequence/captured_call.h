@@ -91,7 +91,6 @@ struct CapturedCall {
     std::uint64_t chunk = 0;  ///< of the latest forward, by its number, if gradients are delayed or in an order; else 0
     std::optional<ChunkId> chunk_id;  ///< of that chunk, if the sequence is captured in the order of a step
     bool ran_eagerly = false;         ///< since the latest forward: what is linked to its outputs gets other tensors
-    bool grads_in_place = false;      ///< the `.grad`s that it adds into: seen before the latest backward
     std::optional<c10::Stream> grads_kept_for;  ///< the latest stream that their memory is kept for
     ReplayOptions target;                       ///< the caller's at the latest forward; its backward uses it too
   };

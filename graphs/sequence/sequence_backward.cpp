@@ -79,11 +79,9 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   const std::size_t graph_index = captured_.order.backward_index(index);
   captured_.check_backward(index, generation, captured_.memory->turn() == this);
   captured_.check_order_of_backward(index, pending_.runs(), pending_.weights());
-  if (call.accumulates) {
-    call.replay.grads_in_place = are_in_place(call.lists.accumulated);
-    if (!call.replay.grads_in_place) {
-      check_owned_grads(call.spec.name, call.parameters);
-    }
+  const bool all_in_place = !call.accumulates || are_in_place(call.lists.accumulated, runtime_->current_stream());
+  if (!all_in_place) {
+    check_owned_grads(call.spec.name, call.parameters);
   }
   OutputSet used = 0;
   std::uint64_t unused = 0;
@@ -117,11 +115,11 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
     keep_owned_grads_for(call.parameters, runtime_->current_stream());
     call.replay.grads_kept_for = runtime_->current_stream();
   }
-  const Streams adding = call.accumulates ? streams_that_add(call.parameters, runtime_->current_stream()) : Streams();
+  const Streams adding = all_in_place ? Streams() : streams_that_add(call.parameters, runtime_->current_stream());
   for (const c10::Stream stream : adding) {
     streams_.order(stream, runtime_->current_stream());
   }
-  if (call.accumulates && !call.replay.grads_in_place) {
+  if (!all_in_place) {
     attach_owned_grads(call.parameters, used);
   }
   launch_backward(index, drawing);
