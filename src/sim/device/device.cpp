@@ -1,5 +1,6 @@
 #include "sim/device/device.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -141,6 +142,11 @@ WorkId Device::State::enqueue(StreamState& stream, Queued queued) {
   order_after(stream, queued.after);
   stream.last = timeline.next_id();
   return timeline.append(std::move(queued));
+}
+
+bool Device::State::done(const StreamState& stream) const {
+  return timeline.done(stream.last) &&
+         std::all_of(stream.waits.begin(), stream.waits.end(), [&](WorkId waited) { return timeline.done(waited); });
 }
 
 void Device::State::force(StreamState& stream) {

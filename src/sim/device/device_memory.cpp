@@ -64,9 +64,15 @@ void Device::free(void* address) noexcept {
     }
   } else if (state_->timeline.keeping() && !block->segment->pool->is_private) {
     // A private pool's block belongs to the graphs that use it, on whatever stream they are launched.
+    // An operator finds its stream's work done and then writes at once, also to what it frees and takes again while it runs. So a poison
+    // waits only for work that is held back.
+    const bool done = state_->done(stream);
     Queued queued;
     queued.work = std::make_shared<const Work>(poison_work(*block));
     state_->enqueue(stream, std::move(queued));
+    if (done) {
+      state_->force(stream);
+    }
   }
   state_->memory.free(block);
 }

@@ -57,7 +57,9 @@ struct Device::State {
   void order_after(StreamState& stream, c10::SmallVector<WorkId, 2>& after);
   /// Queues work after the stream's earlier work and after the events for which it waits.
   WorkId enqueue(StreamState& stream, Queued queued);
-  /// Runs all that later work on the stream is ordered after.
+  /// All that later work on the stream is ordered after has run.
+  [[nodiscard]] bool done(const StreamState& stream) const;
+  /// Runs it.
   void force(StreamState& stream);
   /// Ends the capture and undoes what it computed. Later captures of its pool will compute on that.
   void close(Capture& capture) noexcept;

@@ -72,10 +72,7 @@ bool Device::idle(c10::StreamId id) {
                        "a query of a capturing stream; do it before begin_capture or after end_capture");
   }
   state_->refuse_in_capture("a query of a stream");
-  bool done = state_->timeline.done(stream.last);
-  for (const WorkId waited : stream.waits) {
-    done = done && state_->timeline.done(waited);
-  }
+  const bool done = state_->done(stream);
   // A loop that polls must end: what was found unfinished is finished by the next look.
   state_->force(stream);
   if (done) {
