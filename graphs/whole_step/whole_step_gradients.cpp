@@ -10,6 +10,7 @@
 
 #include "graphs/gradients/call_gradients.h"
 #include "graphs/gradients/gradient_leaves.h"
+#include "graphs/guards/input_facts.h"
 #include "graphs/whole_step/whole_step_body.h"
 #include "offload/autograd_walk.h"
 #include "sidestream/error.h"
@@ -97,6 +98,11 @@ void WholeStepBody::add_gradient(const at::Tensor& leaf, const at::Tensor& grad)
   if (met_[target] || given_->accumulate) {
     targets_[target].gradient.memory.add_(grad);
   } else {
+    if (is_sparse_or_nested(grad)) {
+      throw UsageError("graphed step \"" + given_->name + "\": a parameter of shape " + c10::str(leaf.sizes()) +
+                       " gets a sparse gradient, but a graph gives out dense ones only; let the module make dense "
+                       "gradients (torch::nn::EmbeddingOptions::sparse), or train without a graphed step");
+    }
     targets_[target].gradient.memory.copy_(grad);
   }
   met_[target] = true;

@@ -246,6 +246,17 @@ TEST(SparseGradientTest, IsRefusedByTheCapture) {
   }
 }
 
+TEST(SparseGradientTest, IsRefusedByAGraphedStep) {
+  const c10::Device device = find_device("sim");
+  torch::nn::Module nothing;
+  const at::Tensor weight = rows(1, device).requires_grad_(true);
+  const Callable step(
+      "step", owning([weight](const Tensors& in) { return Tensors{SparseLookup::apply(weight, in[0]).sum()}; }));
+  OffloadEngine engine(nothing, Options(device));
+  EXPECT_THROWS(UsageError, "graphed step \"step\": a parameter of shape [16, 32] gets a sparse gradient",
+                (void)make_graphed_step(engine, step, {{at::arange(6, at::kLong).to(device)}}));
+}
+
 std::string name_of_border_form(const testing::TestParamInfo<BorderForm>& info) {
   const std::vector<std::string> forms{"Coo", "Csr", "Nested"};
   return forms[static_cast<std::size_t>(info.param)];
