@@ -267,13 +267,13 @@ TEST(PipelineFromTheEnvironment, ARankThatFailsIsNamedByTheOthers) {
 }
 
 TEST(PipelineFromTheEnvironment, ASilentRankIsNamedByThoseThatWaitForOthers) {
-  StartedRanks ranks(3, {"--steps", "100000", "--graphs", "off", "--rank-timeout", "15"});
+  StartedRanks ranks(3, {"--steps", "100000", "--graphs", "off", "--rank-timeout", "8"});
   ASSERT_TRUE(ranks[2].wait_for("step   "));
   ranks[2].signal(SIGSTOP);
   for (const std::size_t rank : {0, 1}) {
     const ProgramResult result = ranks[rank].finish();
     EXPECT_EQ(result.code, 1) << result.signal;
-    EXPECT_PRED_FORMAT2(testing::IsSubstring, "rank 2 has sent nothing for 15 s", result.err);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, "rank 2 has sent nothing for 8 s", result.err);
   }
 }
 

@@ -19,8 +19,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#include <sanitizer/lsan_interface.h>
+#endif
+#endif
+
 #include "tests/cli/scratch_folder.h"
 #include "tools/cli/command_line.h"
+#include "tools/cli/train_command.h"
 
 extern char** environ;
 
@@ -63,6 +70,15 @@ pid_t spawn_with(const std::vector<char*>& argv, int out, int err) {
   return failed == 0 ? pid : -1;
 }
 
+/// Is else a part of a process's end.
+void check_leaks() {
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+  __lsan_do_leak_check();
+#endif
+#endif
+}
+
 /// Threads of this process are not in the fork, so that there must be none: the program would wait for them.
 pid_t fork_with(std::vector<char*> argv, int out, int err) {
   const std::filesystem::directory_iterator threads("/proc/self/task");
@@ -77,7 +93,14 @@ pid_t fork_with(std::vector<char*> argv, int out, int err) {
   }
   dup2(out, STDOUT_FILENO);
   dup2(err, STDERR_FILENO);
-  std::exit(run_command_line(static_cast<int>(argv.size()) - 1, argv.data()));
+  const int code = run_command_line(static_cast<int>(argv.size()) - 1, argv.data());
+  if (code == kUsage) {
+    // LibTorch's end takes most of such a run's time. Trainings have it, and each program that is started as a file.
+    std::fflush(nullptr);
+    check_leaks();
+    _exit(code);
+  }
+  std::exit(code);
 }
 
 }  // namespace

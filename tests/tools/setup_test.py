@@ -160,7 +160,8 @@ def main(setup):
     machine_case("asks for clang-tidy only where it is wanted", asked_for("--tidy", ["clang-tidy-14"], "clang-tidy-14"))
     machine_case("asks for Doxygen only where it is wanted", asked_for("--api", ["doxygen"], "doxygen"))
     machine_case("asks for Clang only where it is wanted",
-                 asked_for("--clang", ["clang++-14", "llvm-symbolizer-14"], "clang-14 libclang-rt-14-dev llvm-14"))
+                 asked_for("--clang", ["clang++-14", "llvm-symbolizer-14", "ld.lld-14"],
+                          "clang-14 libclang-rt-14-dev lld-14 llvm-14"))
     machine_case("installs matplotlib once, where it is wanted", pictures)
     machine_case("refuses a LibTorch that is none", bad_torch)
     machine_case("refuses an unknown argument", bad_argument)
