@@ -86,7 +86,7 @@ void make_leaves_in_pool(SequenceCapture& capture, std::size_t index) {
       input.tensor = at::empty_like(input.tensor, c10::TensorOptions().device(capture.runtime.device()));
       capture.reads.made(input.tensor);
       capture.resources.exclusions->add_static_input(input.tensor);
-      leaves[i] = input.tensor.detach().requires_grad_(true);
+      leaves[i] = input.tensor.detach().requires_grad_(input.requires_grad);
     } else if (input.same_as_earlier) {
       const std::size_t first = call.spec.inputs[i].aliases->same_as;
       input.tensor = call.inputs[first].tensor;
@@ -100,9 +100,13 @@ void make_leaves_in_pool(SequenceCapture& capture, std::size_t index) {
 void capture_forward(SequenceCapture& capture, std::size_t index) {
   CapturedCall& call = capture.sequence.calls[index];
   SequenceCapture::Live& live = capture.live[index];
+  const std::size_t graph_index = capture.order.forward_index(index);
   capture.reads.forward_begins();
-  capture.use.comes_to(capture.order.forward_index(index));
-  capture.release_before(capture.order.forward_index(index));
+  capture.use.comes_to(graph_index);
+  capture.release_before(graph_index);
+  if (graph_index > 0) {
+    drop_gradients_of(capture, graph_index - 1);
+  }
   const Site site(Activity::capture_forward, call.spec.scope->site);
   make_leaves(capture, index);
   live.recorder = std::make_unique<SavedTensorRecorder>(*capture.resources.tree, *capture.resources.exclusions,
@@ -120,7 +124,7 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
                              former != index ? &capture.sequence.calls[former].copies.captured.storages : nullptr});
   capture.use.capture_begins();
   CaptureGuard guard(capture.runtime, capture.stream, *capture.sequence.pool, call.spec.generators);
-  allocate_targets(capture, capture.order.forward_index(index));
+  allocate_targets(capture, graph_index);
   make_leaves_in_pool(capture, index);
   NodeNaming naming(capture.runtime, capture.stream, call.forward.names, *live.recorder, live.scopes);
   {
@@ -159,9 +163,6 @@ void capture_forward(SequenceCapture& capture, std::size_t index) {
       {call.outputs, call.output_storages},
       {saved, *live.recorder, capture.sizings[index].outputs.kept, call.copies.released_at, call.delays});
   live.arguments.clear();
-  if (const std::size_t graph_index = capture.order.forward_index(index); graph_index > 0) {
-    drop_gradients_of(capture, graph_index - 1);
-  }
   if (has_hooks_of_body(outputs)) {
     capture.sequence.plan.notes.push_back(
         capture.sequence.describe(index) +

@@ -84,8 +84,8 @@ void capture_backward(SequenceCapture& capture, std::size_t index);
 void allocate_targets(SequenceCapture& capture, std::size_t graph_index);
 /// Of one call: see CaptureOffload.
 void allocate_targets(SequenceCapture& capture, CapturedCall::Copies& copies, bool for_weights);
-/// The capture after the one at `graph_index` has ended, and with it the last graph that may read the gradients of inputs that the latter
-/// made, if it is a backward.
+/// No graph from here on reads the gradients of inputs that the graph at `graph_index` made, if it is a backward: the one that follows
+/// it has ended, or is a forward.
 void drop_gradients_of(SequenceCapture& capture, std::size_t graph_index);
 /// At its place in the order: the graph of call `index` for its delayed parameters, if it has any. Frees what only that graph reads.
 void capture_weights(SequenceCapture& capture, std::size_t index);

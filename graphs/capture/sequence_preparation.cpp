@@ -189,7 +189,7 @@ void prepare_calls(SequenceCapture& capture, const std::vector<CopyPlaces>& plac
         held.requires_grad = call.inputs[input.aliases->same_as].requires_grad;
       } else if (!input.from && input.sample.defined()) {
         held.requires_grad = input.sample.requires_grad();
-        held.in_pool = capture.order.interleaves() && held.requires_grad;
+        held.in_pool = capture.order.interleaves() && !input.is_static;
         const c10::Device device = held.in_pool ? c10::Device(c10::kMeta) : capture.runtime.device();
         held.tensor = input.is_static ? input.sample.detach()
                                       : at::empty_like(input.sample.detach(), c10::TensorOptions().device(device));

@@ -60,7 +60,7 @@ void append(const Profile& profile, const Plan& plan, Report& report) {
   }
   for (std::size_t i = 0; i < profile.storages.size() && i < plan.decisions.size(); ++i) {
     GroupReport& group = report.groups[first + profile.storages[i].savers.front()];
-    const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes);
+    const auto bytes = static_cast<std::int64_t>(profile.storages[i].bytes * profile.storages[i].runs);
     if (profile.storages[i].counted_elsewhere) {
       group.shared_bytes += bytes;
       continue;

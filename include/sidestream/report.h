@@ -11,7 +11,9 @@ namespace sidestream {
 /// One group of the plan.
 struct GroupReport {
   std::string name;                  ///< full name, such as "blocks.3.core_attn"
-  std::int64_t bytes = 0;            ///< bytes of the storages that this group saves first, each storage once
+  /// Bytes of the storages that this group saves first, each storage once. In an order a group stands here once for all microbatches that
+  /// take turns in its place on the host, and counts the storages of each.
+  std::int64_t bytes = 0;
   std::int64_t offloaded_bytes = 0;  ///< how many of them are offloaded
   std::string kept_because;          ///< why the rest stays on the device; empty if all of it is offloaded
   std::int64_t shared_bytes = 0;     ///< of storages that it saves too, and that an earlier group counts

@@ -156,9 +156,6 @@ PlannedMemory planned(const std::vector<PipelineStep>& chunks, const std::option
   const auto layer_of = [&](std::size_t run) {
     return static_cast<std::int64_t>(steps[order.forward_index(run)].call) % kLayers;
   };
-  const auto stage_of = [&](std::size_t run) {
-    return static_cast<std::int64_t>(steps[order.forward_index(run)].call) / (kMicrobatches * kLayers);
-  };
   std::vector<std::uint64_t> bytes;  // without the input of a chunk, which stays
   for (std::size_t run = 0; run < order.runs(); ++run) {
     bytes.push_back(layer_of(run) > 0 ? 2 * kTensor : kTensor);
@@ -180,8 +177,7 @@ PlannedMemory planned(const std::vector<PipelineStep>& chunks, const std::option
       }
       const bool here = offloaded[run] == 0 || i < places[run].released_at || i >= places[run].reload_at;
       const bool is_first = layer_of(run) == 0;
-      const bool in_pool = !is_first || stage_of(run) > 0;  // the data needs no gradient, and lies outside
-      tensors += in_pool && (here || is_first) ? 1 : 0;     // its input
+      tensors += here || is_first ? 1 : 0;  // its input
       if (i > forward) {
         tensors += (here ? 1 : 0) + (layer_of(run) == kLayers - 1 ? 1 : 0);  // its own, and the chunk's output
       }

@@ -44,7 +44,7 @@ struct ReportedWays {
       for (const PipelineStep& work : order) {
         if (work.kind == PipelineStep::Kind::forward) {
           const Chunk chunk = engine.chunk({work.stage, work.microbatch});
-          losses[work.microbatch] = loss(2 * s + work.microbatch);
+          losses[work.microbatch] = loss(4 * s + work.microbatch);
         } else {
           losses[work.microbatch].backward();
         }
@@ -71,11 +71,8 @@ struct ReportedWays {
 
   static Report calls_and_eager_groups() { return of_blocks("blocks.{0,2}"); }
 
-  static Report chunks_in_an_order() {
-    using Kind = PipelineStep::Kind;
-    return of_blocks("blocks.*",
-                     {{0, 0, Kind::forward}, {0, 1, Kind::forward}, {0, 0, Kind::backward}, {0, 1, Kind::backward}});
-  }
+  /// The first of two ranks: later microbatches take the host slots of earlier ones.
+  static Report chunks_in_an_order() { return of_blocks("blocks.*", pipeline_order({2, 1, 4}, 0)); }
 
   static Report callables() {
     StackTwins twins(device());
@@ -197,7 +194,7 @@ INSTANTIATE_TEST_SUITE_P(Ways, ReportNamesTest,
                                          ReportedWay{"Calls", &ReportedWays::calls},
                                          ReportedWay{"CallsAndEagerGroups", &ReportedWays::calls_and_eager_groups},
                                          ReportedWay{"ChunksInAnOrder", &ReportedWays::chunks_in_an_order,
-                                                     /*runs_all_groups=*/true, /*chunks=*/2},
+                                                     /*runs_all_groups=*/true, /*chunks=*/4},
                                          ReportedWay{"Callables", &ReportedWays::callables},
                                          ReportedWay{"Buckets", &ReportedWays::buckets, /*runs_all_groups=*/false},
                                          ReportedWay{"WholeStep", &ReportedWays::whole_step, /*runs_all_groups=*/true,
