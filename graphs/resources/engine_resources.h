@@ -43,7 +43,7 @@ struct EngineResources {
   EngineResources(torch::nn::Module& model, Options given, std::shared_ptr<Runtime> given_runtime);
   EngineResources(const EngineResources&) = delete;
   EngineResources& operator=(const EngineResources&) = delete;
-  ~EngineResources() = default;
+  ~EngineResources() { delayed_weights->close(); }
 
   [[nodiscard]] GraphResources for_graphs() {
     return {runtime,

@@ -169,7 +169,7 @@ void CapturedSequence::check_weights(std::size_t index) const {
     throw UsageError(
         describe(index) +
         ": its weight gradients cannot be computed: it was reset since its backward. Call backward_dw before "
-        "GraphedCallable::reset");
+        "a reset, a switch of offload or a change of weights");
   }
   check_state(*this, index, kWeights);
   check_versions(calls[index], kWeights);

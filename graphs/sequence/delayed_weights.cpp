@@ -8,6 +8,7 @@
 
 #include "graphs/gradients/backward_split.h"
 #include "graphs/sequence/graph_sequence.h"
+#include "sidestream/error.h"
 
 namespace sidestream {
 namespace {
@@ -20,10 +21,18 @@ bool names_inputs() {
 
 }  // namespace
 
+void GraphSequence::refuse_lost_weights(std::size_t index) const {
+  if (captured_.calls[index].delays && delayed_weights_->closed() && !names_inputs()) {
+    throw UsageError(captured_.describe(index) +
+                     ": its weight gradients are delayed, but the engine, which computes them, is gone. They would be "
+                     "lost; keep the engine until backward_dw has run");
+  }
+}
+
 void GraphSequence::delay_weights(std::size_t index, OutputSet used) {
   CapturedCall& call = captured_.calls[index];
   if (call.delays && !names_inputs()) {
-    delayed_weights_->add(weak_from_this(), index);
+    delayed_weights_->add(shared_from_this(), index);
     weights_use_->idle(-copies_.for_weights_bytes());
     call.replay.used = used;
     call.replay.weights_delayed = runtime_->current_stream();
@@ -62,7 +71,7 @@ class DelayedWeights::Watch {
   int backward_;
 };
 
-void DelayedWeights::add(std::weak_ptr<GraphSequence> sequence, std::size_t call) {
+void DelayedWeights::add(std::shared_ptr<GraphSequence> sequence, std::size_t call) {
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward != kNone && backward != watched_.load()) {
     const auto watch = std::make_shared<const Watch>(weak_from_this(), backward);
@@ -70,7 +79,9 @@ void DelayedWeights::add(std::weak_ptr<GraphSequence> sequence, std::size_t call
     watched_.store(backward);
   }
   const std::lock_guard lock(mutex_);
-  entries_.push_back({std::move(sequence), call, backward});
+  if (!closed()) {
+    entries_.push_back({std::move(sequence), call, backward});
+  }
 }
 
 std::optional<DelayedWeights::Found> DelayedWeights::find(Accepts accepts) {
@@ -83,7 +94,7 @@ std::optional<DelayedWeights::Found> DelayedWeights::find(Accepts accepts) {
         return std::nullopt;
       }
       if (entries_[i].backward == kNone || entries_[i].backward == now) {
-        found = {entries_[i].sequence.lock(), entries_[i].call};
+        found = {entries_[i].sequence, entries_[i].call};
       }
     }
     if (found.sequence != nullptr && accepts(*found.sequence, found.call)) {
@@ -139,10 +150,7 @@ std::exception_ptr DelayedWeights::compute(const Found& found) {
 
 void DelayedWeights::forget(const Found& found) noexcept {
   const std::lock_guard lock(mutex_);
-  const auto is_it = [&](const Entry& entry) {
-    return entry.call == found.call && !entry.sequence.owner_before(found.sequence) &&
-           !found.sequence.owner_before(entry.sequence);
-  };
+  const auto is_it = [&](const Entry& entry) { return entry.call == found.call && entry.sequence == found.sequence; };
   if (const auto entry = std::find_if(entries_.begin(), entries_.end(), is_it); entry != entries_.end()) {
     entries_.erase(entry);
   }
@@ -161,11 +169,9 @@ std::string DelayedWeights::drop_if(c10::function_ref<bool(const Entry&)> matche
       entry = std::move(*found);
       entries_.erase(found);
     }
-    if (const auto sequence = entry.sequence.lock()) {
-      sequence->settle_weights(entry.call);
-      if (first.empty()) {
-        first = sequence->captured().calls[entry.call].spec.name;
-      }
+    entry.sequence->settle_weights(entry.call);
+    if (first.empty()) {
+      first = entry.sequence->captured().calls[entry.call].spec.name;
     }
   }
 }
@@ -176,6 +182,14 @@ std::string DelayedWeights::drop_ended() noexcept {
 
 void DelayedWeights::drop_all() noexcept {
   (void)drop_if([](const Entry&) { return true; });
+}
+
+void DelayedWeights::close() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_.store(true);
+  }
+  drop_all();
 }
 
 bool DelayedWeights::has_failed() {

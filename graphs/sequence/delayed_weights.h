@@ -18,13 +18,14 @@ class GraphSequence;
 ///
 /// A call belongs to the backward() that its backward is part of. If that fails, the call is dropped: who goes on clears the gradients and
 /// tries again, as in plain training. While it runs, only its own hooks can have the call computed.
+/// A call's captures are kept until it is computed or dropped, also if the engine forgets them.
 /// Threads: `add` any; the other functions the step's.
 class DelayedWeights : public std::enable_shared_from_this<DelayedWeights> {
  public:
   using Accepts = c10::function_ref<bool(const GraphSequence& sequence, std::size_t call)>;
 
   /// The backward of `call` was launched, in the backward() that runs on this thread, if one does.
-  void add(std::weak_ptr<GraphSequence> sequence, std::size_t call);
+  void add(std::shared_ptr<GraphSequence> sequence, std::size_t call);
   /// Computes and accumulates those of the first call that `accepts`. False if there is none.
   /// Throws: as GraphSequence::replay_weights, and the call stays delayed; what hooks of the parameters throw.
   bool compute_next(Accepts accepts);
@@ -37,11 +38,14 @@ class DelayedWeights : public std::enable_shared_from_this<DelayedWeights> {
   void drop_all() noexcept;
   /// Outside of backwards: true if a backward() failed whose calls are not dropped yet. They are when autograd's thread frees it.
   [[nodiscard]] bool has_failed();
+  /// The engine ends: all are dropped, and no call can be added any more.
+  void close() noexcept;
+  [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
 
  private:
   class Watch;
   struct Entry {
-    std::weak_ptr<GraphSequence> sequence;
+    std::shared_ptr<GraphSequence> sequence;
     std::size_t call;
     int backward;  ///< autograd's number of the backward() that runs; kNone if it succeeded, or if there was none
   };
@@ -60,6 +64,7 @@ class DelayedWeights : public std::enable_shared_from_this<DelayedWeights> {
   std::mutex mutex_;
   std::vector<Entry> entries_;
   std::atomic<int> watched_ = kNone;  ///< the latest backward() that has a Watch
+  std::atomic<bool> closed_ = false;
 };
 
 }  // namespace sidestream

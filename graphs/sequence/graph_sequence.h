@@ -206,6 +206,8 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// PendingBackwards::kEndOfFailed. `lock`: of the mutex.
   void await_failed_weights(std::size_t graph_index, std::unique_lock<std::recursive_mutex>& lock) const;
   /// After the backward of `call` was launched.
+  /// Throws: UsageError if a backward would delay weight gradients that nobody can ask for any more.
+  void refuse_lost_weights(std::size_t call) const;
   void delay_weights(std::size_t call, OutputSet used);
   /// Notes that no replay uses the pool, if no backward is pending.
   void settle_idle() noexcept;

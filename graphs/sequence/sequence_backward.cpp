@@ -79,6 +79,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   const std::size_t graph_index = captured_.order.backward_index(index);
   captured_.check_backward(index, generation, captured_.memory->turn() == this);
   captured_.check_order_of_backward(index, pending_.runs(), pending_.weights());
+  refuse_lost_weights(index);
   const bool all_in_place = !call.accumulates || are_in_place(call.lists.accumulated, runtime_->current_stream());
   if (!all_in_place) {
     check_owned_grads(call.spec.name, call.parameters);

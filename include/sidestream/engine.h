@@ -51,7 +51,7 @@ class [[nodiscard]] SIDESTREAM_API Step {
 ///
 /// The first step is the sizing pass: it runs eagerly, offloads, and measures. Names come from `model.named_modules()`.
 /// If a std::shared_ptr owns the model, the engine shares the ownership; else the model must outlive the engine. Engine and model may be
-/// destroyed before a pending backward has run.
+/// destroyed before a pending backward has run, but for the backward of an `ss::call` with delayed weight gradients, which needs the engine.
 /// Threads: one step at a time.  Capture: make no engine and begin no step inside a capture of your own.
 class SIDESTREAM_API OffloadEngine {
  public:

@@ -10,7 +10,7 @@ namespace sidestream {
 
 /// One group of the plan.
 struct GroupReport {
-  std::string name;                  ///< full name, such as "blocks.3.core_attn"
+  std::string name;  ///< full name, such as "blocks.3.core_attn"
   /// Bytes of the storages that this group saves first, each storage once. In an order a group stands here once for all microbatches that
   /// take turns in its place on the host, and counts the storages of each.
   std::int64_t bytes = 0;

@@ -1,6 +1,7 @@
 // Weight gradients that are delayed: what is refused, and what is left after a failure, a reset or an eager run.
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 
@@ -194,6 +195,56 @@ TEST_F(DelayedRefusalsTest, WhatWasDelayedBeforeAFailedBackwardIsComputedBeforeG
       }
     });
   }
+}
+
+TEST_F(DelayedRefusalsTest, RefusesWhatTheEngineForgotSinceABackwardOutsideOfSteps) {
+  const auto expect_refusal = [&](const std::function<std::optional<Step>(CalledStack&, OffloadEngine&)>& forget) {
+    CalledStack model(device_);
+    OffloadEngine engine(model, Options(device_).graph("layers.*").offload("layers.*").graph_options(delayed()));
+    for (std::int64_t s = 0; s < 3; ++s) {
+      at::Tensor loss;
+      in_step(&engine, [&] { loss = model.forward(rows(s, device_)).sum(); });
+      loss.backward();
+      if (s < 2) {
+        engine.backward_dw();
+      }
+    }
+    const std::optional<Step> step = forget(model, engine);
+    for (std::size_t i = 0; i < model.layers->size(); ++i) {
+      EXPECT_THROWS(UsageError, "it was reset since its backward. Call backward_dw before", engine.backward_dw());
+    }
+    engine.backward_dw();  // nothing is left
+  };
+  expect_refusal([](CalledStack&, OffloadEngine& engine) -> std::optional<Step> {
+    engine.reset();
+    return {};
+  });
+  expect_refusal([](CalledStack&, OffloadEngine& engine) -> std::optional<Step> {
+    engine.set_activation_offloading("layers.*", /*on=*/false);
+    return {};
+  });
+  expect_refusal([](CalledStack& model, OffloadEngine& engine) -> std::optional<Step> {
+    for (at::Tensor& parameter : model.parameters()) {
+      parameter.set_data(parameter.detach().clone());
+    }
+    return engine.step();
+  });
+}
+
+TEST_F(DelayedRefusalsTest, RefusesABackwardWithoutItsEngine) {
+  CalledStack model(device_);
+  std::optional<OffloadEngine> engine(std::in_place, model,
+                                      Options(device_).graph("layers.*").graph_options(delayed()));
+  at::Tensor loss;
+  for (std::int64_t s = 0; s < 3; ++s) {
+    in_step(&*engine, [&] { loss = model.forward(rows(s, device_)).sum(); });
+    if (s < 2) {
+      loss.backward();
+      engine->backward_dw();
+    }
+  }
+  engine.reset();
+  EXPECT_THROWS(UsageError, "the engine, which computes them, is gone", loss.backward());
 }
 
 TEST_F(DelayedRefusalsTest, IfAHookThrowsTheRestIsDropped) {
