@@ -55,6 +55,7 @@ class [[nodiscard]] SIDESTREAM_API Step {
 /// Threads: one step at a time.  Capture: make no engine and begin no step inside a capture of your own.
 class SIDESTREAM_API OffloadEngine {
  public:
+  /// Makes an engine for `model` on the device of `options`.
   /// Throws: UsageError for bad options, for settings of LibTorch's allocator with which offload or graphs cannot work, and if Python's
   /// autograd engine is loaded, which hides saved tensors. DeviceError if the device cannot be used.
   OffloadEngine(torch::nn::Module& model, Options options);
