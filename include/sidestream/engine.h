@@ -88,7 +88,8 @@ class SIDESTREAM_API OffloadEngine {
   [[nodiscard]] Chunk chunk(ChunkId id);
 
   /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Call it before the end of the scope that
-  /// saves the tensor. It also works outside of steps.
+  /// saves the tensor. It also works outside of steps. A mark between graphed calls of ss::call counts in their captures only if the
+  /// recorded step made it; replays do not see later marks. For callables, mark the argument inside the body.
   void mark_not_offload(const at::Tensor& tensor);
 
   /// Switches offload off, or on again, for all that is saved in calls and scopes of `module` and of the modules inside of it

@@ -99,6 +99,8 @@ SIDESTREAM_API void offload_delayed();
 
 /// Keeps the tensor's storage on the device for as long as the storage lives [mark_not_offload]. Call it before the end of the scope that
 /// saves the tensor, because the copies begin there. Outside of steps it does nothing: use OffloadEngine::mark_not_offload there.
+/// A mark between graphed calls of ss::call counts in their captures only if the recorded step made it; replays do not see later marks.
+/// For callables, mark the argument inside the body.
 SIDESTREAM_API void mark_not_offload(const at::Tensor& tensor);
 
 }  // namespace sidestream
