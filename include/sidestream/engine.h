@@ -119,7 +119,8 @@ class SIDESTREAM_API OffloadEngine {
   /// rest is not computed then. A backward() that fails leaves nothing to compute.
   void backward_dw();
   /// The same for the calls and callables of one chunk. Call it once for each chunk, after its backward.
-  /// Throws: UsageError also if the step has not had the chunk or its backward, and at the second call for it.
+  /// Throws: UsageError also if the step has not had the chunk, and at the second call for it. If the options delay parameters
+  /// (GradientPolicy::delayed), also before the chunk's backward; without delayed parameters that may go unnoticed.
   void backward_dw(ChunkId id);
 
   /// What the engine has done so far.
