@@ -36,9 +36,9 @@ namespace sidestream {
 //
 // M is the stream of k's backward. If another stream calls backward_dw, M waits for it before the fork, and it waits for M at the end.
 //
-// Offloaded storages that only the weights graph reads are reloaded for it, into its pool. Which they are the sizing pass learns: it runs
-// both parts, and sees what kernels of the first one read. Nodes unpack also what they do not read. In the capture of the backward they
-// get a storage without memory for it.
+// Offloaded storages that only the weights graph reads are reloaded for it, into its pool. The sizing pass finds these storages: it runs
+// both parts, and notes what kernels of the first part read. What nodes unpack does not show it, because they also unpack tensors that they
+// do not read. In the capture of the backward, nodes get such a tensor over a storage without memory.
 // Let j be the weights graph before that of k. The targets of k get their memory when the capture of j begins. Only j and k's own weights
 // graph leave that memory alone. The reload is queued before the launch of j, if k's weight gradients are due by then. If none are due
 // when the backward of k comes, the reload is queued before that backward. Otherwise it is queued when k's weights graph is launched. Any
