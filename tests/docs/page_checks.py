@@ -10,7 +10,9 @@ LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|\b(?:src|href)=
 DOCUMENT = re.compile(r"\bdocs/[\w./-]+\.(?:md|svg|json)\b")
 HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)? *$", re.MULTILINE)
 MEASUREMENT = re.compile(r"docs/measurements/[\w.-]+\.json")
-FIGURE = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: ?(ms|s|MiB|GiB|GB/s|%)(?!\w))?(?![\w.,-]*\d)(?![\w-])")
+UNIT = r"(ms|s|MiB|GiB|GB/s|%|times|percent)(?!\w)"
+FIGURE = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?:\s?" + UNIT + r")?(?![\w.,-]*\d)(?![\w-])")
+RANGE = re.compile(r"(\d)\s+to\s+(\d[\d,]*(?:\.\d+)?)\s?" + UNIT)
 # What a measurement may have to be multiplied by to be in a figure's unit.
 FACTORS = {"ms": (1, 1e3), "s": (1, 1e-3), "MiB": (1, 2 ** -20, 2 ** 10), "GiB": (1, 2 ** -30, 2 ** -10), "GB/s": (1,), "%": (1, 100),
            None: (1,)}
@@ -92,12 +94,32 @@ def numbers_of(value):
     return [number for part in (value.values() if isinstance(value, dict) else value) for number in numbers_of(part)]
 
 
-def stands_in(figure, unit, numbers):
-    """True when some measurement, in the figure's unit and rounded as it is, is the figure."""
+def ratios_of(value):
+    """All ratios of a JSON value: numbers with "_over_" in their name, and forecasts of a time over the measured median."""
+    found = []
+    if isinstance(value, dict):
+        found = [float(number) for name, number in value.items() if "_over_" in name and isinstance(number, (int, float))]
+        if "forecast_ms" in value and "step_ms_median" in value:
+            found.append(value["forecast_ms"] / value["step_ms_median"])
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return found + [ratio for part in parts for ratio in ratios_of(part)]
+
+
+def stands_in(figure, unit, values):
+    """True when some measurement in these JSON values, in the figure's unit and rounded as it is, is the figure.
+
+    "1.92 times" is a ratio, "8 percent" the distance of a ratio from 1.
+    """
     decimals = len(figure.partition(".")[2])
     shown = float(figure.replace(",", ""))
     half = 0.5000001 * 10 ** -decimals
-    return any(abs(number * factor - shown) <= half for number in numbers for factor in FACTORS[unit])
+    if unit == "times":
+        measured = ratios_of(values)
+    elif unit == "percent":
+        measured = [abs(ratio - 1) * 100 for ratio in ratios_of(values)]
+    else:
+        measured = [number * factor for number in numbers_of(values) for factor in FACTORS[unit]]
+    return any(abs(number - shown) <= half for number in measured)
 
 
 def blocks_of(page):
@@ -113,8 +135,9 @@ def blocks_of(page):
 
 
 def prose_figures(text):
-    """Figures with a unit, outside of code and of links."""
-    return [match.groups() for match in FIGURE.finditer(re.sub(r"\]\([^)]*\)", "]", blanked(text))) if match[2]]
+    """Figures with a unit, outside of code and of links. Both ends of a range have its unit."""
+    prose = RANGE.sub(r"\1 \3 to \2 \3", re.sub(r"\]\([^)]*\)", "]", blanked(text)))
+    return [match.groups() for match in FIGURE.finditer(prose) if match[2]]
 
 
 def readme_figures(root, page):
@@ -151,16 +174,16 @@ def readme_figures(root, page):
             else:
                 problems.append(f"README.md, line {line}: a paragraph of figures has no link to its measurements; name the file in it, "
                                 "as in [JSON](docs/measurements/NAME.json)")
-        numbers = []
+        values = []
         for file in files:
             if (root / file).exists():
-                numbers += numbers_of(json.loads((root / file).read_text()))
+                values.append(json.loads((root / file).read_text()))
             else:
                 problems.append(f"README.md, line {line}: {file} does not exist; add the measurement, or name the file that has it")
-        if numbers:
+        if values:
             for at, of in shown:
                 problems += [f"README.md, figures at line {at}: {figure}{' ' + unit if unit else ''} is not in {' or '.join(files)}; "
-                             "correct the figure, or add its measurement" for figure, unit in of if not stands_in(figure, unit, numbers)]
+                             "correct the figure, or add its measurement" for figure, unit in of if not stands_in(figure, unit, values)]
         if files:
             shown = []
     return problems + unproved()

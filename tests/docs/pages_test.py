@@ -45,6 +45,8 @@ def faults_are_found():
         (root / "docs" / "measurements").mkdir(parents=True)
         (root / "docs" / "there.md").write_text("# A title\n\n## Part one: `x`, two\n\n## Same\n\n## Same\n")
         (root / "docs" / "measurements" / "run.json").write_text(json.dumps({"step_ms": 270.44, "bytes": 3331330048, "note": "1.005"}))
+        (root / "docs" / "measurements" / "ratios.json").write_text(json.dumps(
+            {"layers": 12, "modes": [{"step_over_graphs": 1.922}, {"forecast_ms": 55.4, "step_ms_median": 50}]}))
         good = "[a](docs/there.md) [b](docs/there.md#part-one-x-two) [c](docs/there.md#same-1) [d](https://x.y) [e](#own)\n\n# Own\n"
         expect("good links", page_checks.links(root, "README.md", good), 0)
         expect("a link in code", page_checks.links(root, "README.md", "`[a](no.md)`\n\n```\n[b](no.md)\n```\n"), 0)
@@ -66,6 +68,12 @@ def faults_are_found():
         expect("a paragraph further down", page_checks.readme_figures(root, "## Next\n\n" + prose), 0)
         expect("paragraphs", page_checks.readme_figures(root, (prose.strip() + " " + link) + "\n- pieces of 1 MiB\n"), 0)
         expect("a wrong paragraph", page_checks.readme_figures(root, (prose.strip() + " " + link).replace("270", "271")), 1)
+        ratios = "Steps take 1.92\ntimes as long, forecasts are 11 percent off ([run](docs/measurements/ratios.json)).\n"
+        expect("ratios", page_checks.readme_figures(root, ratios + "\n" + ratios.replace("11 percent", "11 to 92 percent")), 0)
+        expect("ratios without a file", page_checks.readme_figures(root, "Steps take 1.92 times as long.\n\n" + link), 1)
+        expect("a wrong ratio", page_checks.readme_figures(root, ratios.replace("1.92", "1.52")), 1)
+        expect("a ratio that is a count", page_checks.readme_figures(root, ratios.replace("1.92", "12")), 1)
+        expect("wrong percent", page_checks.readme_figures(root, ratios.replace("11 percent", "12 to 93 percent")), 2)
         expect("a wrong list", page_checks.readme_figures(root, "- it takes 269 ms, " + link), 1)
         expect("a table without measurements", page_checks.readme_figures(root, "| a | b |\n|---|---|\n| 1 | two |\n"), 0)
         tests = 'TEST(ATest, One) {\nTEST_F(BTest,\n       Two) {\n{"a_program", 1}\n'
