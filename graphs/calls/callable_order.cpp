@@ -129,11 +129,25 @@ const CallableOrder::Chunk* CallableOrder::find(const ChunkId& id) const noexcep
   return found == chunks_.end() ? nullptr : &*found;
 }
 
-bool CallableOrder::begins_at_rest(std::size_t run) const {
+std::optional<std::size_t> CallableOrder::last_before_rest(std::size_t run) const {
   while (run > 0 && runs_[run - 1].chunk == runs_[run].chunk) {
     --run;
   }
-  return run == 0 || graphs_.backward_index(graphs_.by_backward()[run - 1]) < graphs_.forward_index(run);
+  if (run == 0) {
+    return std::nullopt;
+  }
+  const std::size_t last = graphs_.by_backward()[run - 1];
+  return graphs_.backward_index(last) < graphs_.forward_index(run) ? std::optional(last) : std::nullopt;
+}
+
+bool CallableOrder::ended_with_chunk_of(std::size_t run, const SequenceHolder& captures) const {
+  const std::optional<std::size_t> latest = captures.sequence->latest_backward();
+  for (std::size_t each = 0; latest && each < runs_.size(); ++each) {
+    if (runs_[each].chunk == runs_[run].chunk && captures.index_of(each) == *latest) {
+      return true;
+    }
+  }
+  return false;
 }
 
 const CallVariant& CallableOrder::next(const CallSite& site, const RunningChunk* chunk, std::uint64_t step) const {
@@ -148,14 +162,22 @@ const CallVariant& CallableOrder::next(const CallSite& site, const RunningChunk*
     return *std::find_if(captures.begin(), captures.end(),
                          [&](const CallVariant& capture) { return capture.slot == mine->captured; });
   }
-  if (step != step_) {
+  const SequenceHolder& holder = *captures.front().holder;  // of all runs
+  const auto in_flight = [&] { return holder.sequence->pending().any(); };
+  if (step != step_ && (step != 0 || !in_flight())) {
     return captures.front();
   }
   const auto found = std::find_if(captures.begin(), captures.end(),
                                   [&](const CallVariant& capture) { return capture.call >= next_run_; });
-  const bool in_turn =
-      found != captures.end() && ((next_run_ > 0 && runs_[next_run_ - 1].chunk == runs_[found->call].chunk) ||
-                                  found->holder->sequence->pending().any() || begins_at_rest(found->call));
+  if (found == captures.end()) {
+    return captures.front();
+  }
+  if ((next_run_ > 0 && runs_[next_run_ - 1].chunk == runs_[found->call].chunk) || in_flight()) {
+    return *found;
+  }
+  const std::optional<std::size_t> last = last_before_rest(found->call);
+  // A step may leave out backwards. Outside of steps, a chunk without its backward is of a pass that failed.
+  const bool in_turn = last && (step != 0 || ended_with_chunk_of(*last, holder));
   return in_turn ? *found : captures.front();
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "analysis/sequence_order.h"
@@ -37,8 +38,11 @@ class CallableOrder {
   /// `of_callables`: of each callable. Gives those of the runs. Throws: UsageError for a link from one stage to another.
   [[nodiscard]] std::vector<CallSpec> specs_of(const std::vector<CallSpec>& of_callables) const;
 
-  /// The capture that a call of `site` replays now: that of `chunk`; if it is null, the next one after the latest replay. A step begins
-  /// with the first, and so does a call at which the order has a chunk in flight, but none is. `step`: the number of this step.
+  /// The capture that a call of `site` replays now: that of `chunk`; if it is null, the next one after the latest replay. `step`: see
+  /// StepChunks::step. The first capture is next
+  ///  - when a step begins, and after a step if nothing is in flight
+  ///  - if nothing is in flight, but the order has a chunk in flight there
+  ///  - outside of steps, if the order has none in flight there, but the latest graph is not of the chunk whose backward comes last before
   /// Throws: UsageError for a chunk that `site` is not captured for.
   [[nodiscard]] const CallVariant& next(const CallSite& site, const RunningChunk* chunk, std::uint64_t step) const;
   /// The capture of that run has replayed.
@@ -54,13 +58,15 @@ class CallableOrder {
     bool first = false;        ///< of those that share the captures
   };
   [[nodiscard]] const Chunk* find(const ChunkId& id) const noexcept;
-  /// True if no chunk is in flight where the chunk of `run` begins.
-  [[nodiscard]] bool begins_at_rest(std::size_t run) const;
+  /// If no chunk is in flight where the chunk of `run` begins: the run whose backward is the last one before. Not set for the first chunk.
+  [[nodiscard]] std::optional<std::size_t> last_before_rest(std::size_t run) const;
+  /// True if the latest graph of `captures` is the backward of a run in the chunk of `run`.
+  [[nodiscard]] bool ended_with_chunk_of(std::size_t run, const SequenceHolder& captures) const;
   std::vector<Chunk> chunks_;  ///< with a backward, as they begin
   std::vector<Run> runs_;
   SequenceOrder graphs_;
   std::size_t next_run_ = 0;  ///< after that of the latest replay
-  std::uint64_t step_ = 0;    ///< of that replay
+  std::uint64_t step_ = 0;    ///< of that replay; 0 if it was outside of steps
 };
 
 }  // namespace sidestream

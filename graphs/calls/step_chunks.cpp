@@ -133,7 +133,10 @@ void StepChunks::begin_step(const std::vector<PipelineStep>* order) {
   copied_ = mover_->counts().offloaded_bytes;
 }
 
-void StepChunks::step_begun() { eager_->expect_order(ordered_ ? order_.get() : nullptr); }
+void StepChunks::step_begun() {
+  in_step_ = true;
+  eager_->expect_order(ordered_ ? order_.get() : nullptr);
+}
 
 void StepChunks::tell() noexcept {
   const RunningChunk* const chunk = active();
@@ -267,6 +270,7 @@ void StepChunks::abandon_step() noexcept {
   open_.clear();
   tell();
   ordered_ = false;
+  in_step_ = false;
 }
 
 void StepChunks::count_copies() noexcept {

@@ -65,8 +65,8 @@ class StepChunks {
   /// The same for a step that failed.
   void abandon_step() noexcept;
 
-  /// Counts the steps that were to begin.
-  [[nodiscard]] std::uint64_t step() const noexcept { return step_; }
+  /// The number of the step that has begun and not ended; 0 outside of steps.
+  [[nodiscard]] std::uint64_t step() const noexcept { return in_step_ ? step_ : 0; }
   /// That calls belong to now; null if there is none.
   [[nodiscard]] RunningChunk* active() noexcept { return open_.empty() ? nullptr : &chunks_[open_.back()]; }
   /// The chunk of that number; null if it is none of this step's.
@@ -99,6 +99,7 @@ class StepChunks {
   std::vector<RunningChunk> chunks_;  ///< of the step, as they began
   std::vector<std::size_t> open_;     ///< the active one last
   std::uint64_t first_number_ = 1;    ///< of chunks_.front()
+  bool in_step_ = false;              ///< the latest step has begun and not ended
   std::uint64_t step_ = 0;
   std::uint64_t copied_ = 0;                                          ///< bytes, at the latest count
   bool ordered_ = false;                                              ///< the step has an order

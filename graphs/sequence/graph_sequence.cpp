@@ -172,6 +172,7 @@ void GraphSequence::forward(std::size_t index, c10::ArrayRef<at::Tensor> inputs,
   streams_.follow_latest_call();
   outputs_.before_launch(graph_index);
   latest_ = static_cast<std::int64_t>(index);
+  latest_backward_.reset();
   ++call.replay.generation;  // from here on what an earlier forward saved may be overwritten
   call.replay.backward_launched = call.replay.backward_failed = call.replay.given_up = call.replay.ran_eagerly = false;
   const c10::Stream current = runtime_->current_stream();

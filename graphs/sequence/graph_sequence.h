@@ -142,6 +142,12 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   /// True if the backward of the forward `generation` of `call` is to come.
   [[nodiscard]] bool awaits_backward(std::size_t call, std::uint64_t generation) const;
 
+  /// The call whose backward ran last. Not set if a forward was launched since.
+  [[nodiscard]] std::optional<std::size_t> latest_backward() const {
+    const std::lock_guard lock(mutex_);
+    return latest_backward_;
+  }
+
   /// Replays the forward of `call`. The caller has compared its state (modes, model). `target`: stream and event, or null.
   /// Throws: UsageError (see GraphedCallable); nothing has been queued then.
   void forward(std::size_t call, c10::ArrayRef<at::Tensor> inputs, detail::TensorBuffer& outputs,
@@ -225,7 +231,8 @@ class GraphSequence : public std::enable_shared_from_this<GraphSequence> {
   PoolUse use_;
   std::optional<PoolUse> weights_use_;  ///< if gradients are delayed
   std::shared_ptr<DelayedWeights> delayed_weights_;
-  std::int64_t latest_ = -1;  ///< the call whose forward was launched last
+  std::int64_t latest_ = -1;                    ///< the call whose forward was launched last
+  std::optional<std::size_t> latest_backward_;  ///< see latest_backward
   std::uint64_t unused_outputs_ = 0;
   int backward_with_waiting_caller_ = -1;  ///< autograd's number of the latest one (let_caller_wait)
 };

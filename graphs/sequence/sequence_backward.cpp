@@ -96,6 +96,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   }
   if (used == 0) {  // as in plain training, where no operator's backward makes something of nothing
     settle_pending(index);
+    latest_backward_ = index;
     grads.clear();
     for_each_gradient(call, [&](const Gradient&) { grads.emplace_back(); });
     return;
@@ -129,6 +130,7 @@ void GraphSequence::backward(std::size_t index, std::uint64_t generation, std::v
   }
   delay_weights(index, used);
   settle_pending(index);
+  latest_backward_ = index;
   unused_outputs_ += unused;
   if (call.owns_gradients) {
     outputs_.gave_gradients(index);

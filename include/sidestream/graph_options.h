@@ -99,7 +99,8 @@ struct GraphOptions {
   /// graph may use the memory of chunks whose backward comes before it. If the order repeats one part, and no chunk is in flight after a
   /// part, all parts share captures.
   /// A call replays the capture of the chunk that is open (OffloadEngine::chunk). If none is open, it replays that of the next microbatch;
-  /// each step begins with the first one. Chunks without a backward have no captures: run them under no_grad.
+  /// each step begins with the first one. Outside of steps, so does a pass after one that was complete, or that ended with a forward.
+  /// Chunks without a backward have no captures: run them under no_grad.
   /// If a forward or a backward needs memory that the order gives to an earlier chunk until its backward, it throws UsageError, and nothing
   /// has been queued. Delayed weight gradients may be entries of the order. If they are not, compute them after its last entry, and those
   /// of microbatches that share captures before the next of these microbatches begins.

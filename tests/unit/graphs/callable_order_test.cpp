@@ -1,12 +1,16 @@
 // Callables that are captured in the order of a step. pipeline_rank_test.cpp trains the orders of pipelines with them.
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "expect_throws.h"
 #include "models/plain_twin.h"
@@ -151,6 +155,135 @@ TEST_F(CallableOrderTest, WithoutStepsTheOrderBeginsAnewWhenNothingIsInFlight) {
     run_in_vain({order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(length)});
     expect_plain_step(engine, 0, order_, Told::no_step);
   }
+}
+
+/// Callables of one stage, in an order after whose first backward nothing is in flight.
+class CallableOrderWithARest : public CallableOrderTest {
+ protected:
+  void SetUp() override {
+    capture(engine_, GraphOptions().order(rest_), 2);
+    expect_passes();
+  }
+  [[nodiscard]] Order first(std::size_t length) const {
+    return {rest_.begin(), rest_.begin() + static_cast<std::ptrdiff_t>(length)};
+  }
+  /// Passes without a step, a step, and another pass run in the order.
+  void expect_passes() {
+    for (const Told told : {Told::no_step, Told::no_step, Told::nothing, Told::no_step}) {
+      expect_plain_step(engine_, next_++, rest_, told);
+    }
+    EXPECT_EQ(engine_.report().eager_calls, 0);
+  }
+  void expect_refused_pass(const std::string& text, const Order& runs) {
+    EXPECT_THROWS(UsageError, text.c_str(), run_in_vain(runs));
+    clear_gradients(model_);
+  }
+
+  const Order rest_ = with_a_rest();
+  OffloadEngine engine_{model_, options()};
+  std::int64_t next_ = 0;
+};
+
+TEST_F(CallableOrderWithARest, BeginsAnewAfterAStepThatEndedEarly) {
+  for (std::size_t length = 1; length <= rest_.size(); ++length) {
+    for (const bool fails : {true, false}) {
+      try {
+        const Step step = engine_.step();
+        run_in_vain(first(length));
+        if (fails) {
+          throw std::runtime_error("the step fails");
+        }
+      } catch (const std::runtime_error&) {
+      }
+      expect_passes();
+    }
+  }
+  expect_refused(engine_, "got this forward", {rest_[0], rest_[2]}, Told::chunks);
+  expect_passes();
+}
+
+TEST_F(CallableOrderWithARest, BeginsAnewAfterAPassThatEndedWithAForward) {
+  for (const std::size_t length : {1, 3, 4}) {
+    run_in_vain(first(length));
+    expect_passes();
+  }
+  (void)graphed_[0]({rows(0, device_).requires_grad_()});  // the pass fails between the layers
+  expect_passes();
+}
+
+// The next forward may be of the same pass. So the order that runs is known to be another one only later.
+TEST_F(CallableOrderWithARest, RefusesOnePassAfterOneThatEndedAtTheRest) {
+  const std::string refusal = "(stage 0, microbatch 1): expected the backward of";
+  run_in_vain(first(2));
+  expect_refused_pass(refusal, rest_);
+  expect_passes();
+  {  // between the layers of that backward
+    const at::Tensor between = graphed_[0]({rows(0, device_).requires_grad_()})[0];
+    (void)torch::autograd::grad({graphed_[1]({between})[0].sum()}, {between});
+  }
+  expect_refused_pass(refusal, rest_);
+  expect_passes();
+}
+
+TEST_F(CallableOrderWithARest, RefusesPassesInAnotherOrderEachTime) {
+  Order alternates = forward_and_backward(0);
+  alternates.insert(alternates.end(), rest_.begin(), rest_.end());
+  for (int i = 0; i < 3; ++i) {
+    expect_refused_pass("got this forward", {rest_[0], rest_[2]});
+    expect_refused_pass("got this forward", alternates);
+  }
+  expect_passes();
+  expect_refused_pass("got this backward", {rest_[0], rest_[1], rest_[2], rest_[3], rest_[5]});
+}
+
+struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 const torch::autograd::variable_list& /*grads*/) {
+    return {at::Tensor()};
+  }
+};
+
+TEST_F(CallableOrderWithARest, GoesOnAfterABackwardThatGetsNoGradient) {
+  expect_plain_step(
+      engine_, next_, rest_, Told::no_step,
+      [&](CalledStack& model, OffloadEngine* of, const PipelineStep& work, Chunks& in_flight, StepTensors& given) {
+        if (work == rest_[1]) {
+          WithoutGradient::apply(in_flight[{0, 0}].second).sum().backward();
+          in_flight.erase({0, 0});
+        } else {
+          run(model, of, work, next_, in_flight, given);
+        }
+      });
+}
+
+TEST_F(CallableOrderWithARest, GoesOnInAStepAfterAForwardWithoutABackward) {
+  Order runs = rest_;
+  runs.erase(runs.begin() + 1);
+  expect_plain_step(
+      engine_, next_, runs, Told::nothing,
+      [&](CalledStack& model, OffloadEngine* of, const PipelineStep& work, Chunks& in_flight, StepTensors& given) {
+        run(model, of, work, next_, in_flight, given);
+        in_flight.erase({0, 0});
+      });
+}
+
+TEST_F(CallableOrderWithARest, GoesOnAfterTheEndOfAStepWithMicrobatchesInFlight) {
+  expect_same_step(model_, nullptr, plain_, next_, [&](CalledStack& model) {
+    StepTensors given;
+    Chunks in_flight;
+    std::optional<Step> step;
+    if (&model == &model_) {
+      step.emplace(engine_.step());
+    }
+    for (const PipelineStep& work : rest_) {
+      if (step && work == rest_[3]) {
+        step->finish();
+      }
+      run(model, nullptr, work, next_, in_flight, given);
+    }
+    return given;
+  });
 }
 
 TEST_F(CallableOrderTest, AreCapturedAgainInOrderWhenWeightsWereRelocatedOrOffloadIsSwitched) {
