@@ -23,8 +23,6 @@ MAY_INCLUDE = {
     "examples": set(),
     "cli": {"examples"},
 }
-# The rooms of graphs, the lowest first.
-GRAPHS = ["guards", "outputs", "gradients", "sequence", "sandbox", "capture", "resources", "verify", "calls", "engine", "entry", "whole_step"]
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 FLAG_IN_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*?(?<![\w-])(--[a-z][a-z-]*|sidestream (?:train|check|order|info))')
 LIBTORCH_CUDA = {"src/runtime/cuda/libtorch.cpp", "src/runtime/cuda/libtorch_graph.cpp"}
@@ -176,9 +174,30 @@ def tree_problems(root):
             [f"docs/design.md lists {folder}/, which is not there" for folder in drawn if folder not in there])
 
 
-def unknown_rooms(root):
-    there = {path.relative_to(root / "graphs").parts[0] for path in (root / "graphs").rglob("*") if path.suffix in (".h", ".cpp")}
-    return [f"graphs/{room} is in one of the folder and GRAPHS only" for room in sorted(there ^ set(GRAPHS))]
+def rooms_of_graphs(root):
+    """The folders of graphs/ that docs/design.md lists, each with those that it may include."""
+    page = (root / "docs" / "design.md").read_text()
+    lines = page.split("A folder includes only the folders beside its name:\n\n", 1)[1].split("\n\n", 1)[0].splitlines()
+    return {room: set(others.split(", ")) - {"none"} for room, others in (line.split(maxsplit=1) for line in lines)}
+
+
+def room_problems(repository, rooms):
+    """The list is what the folders include, and each folder includes only those that stand above it."""
+    there = {}
+    for path, includes in repository.includes.items():
+        if path.parts[0] == "graphs":
+            room = there.setdefault(path.parts[1], set())
+            room |= {include.split("/")[1] for include in includes if include.startswith("graphs/")} - {path.parts[1]}
+    order = list(rooms)
+    for room in sorted(set(there) | set(rooms)):
+        listed, included = rooms.get(room, set()), there.get(room, set())
+        if room not in rooms or room not in there:
+            yield f"graphs/{room} is in one of the folder and the list of docs/design.md only"
+        for other in sorted(listed ^ included):
+            yield f"graphs/{room}: {other} is in one of its includes and the list of docs/design.md only"
+        for other in sorted(listed & set(order)):
+            if room in order and order.index(other) > order.index(room):
+                yield f"docs/design.md lists {other} for graphs/{room}, which stands above it"
 
 
 def files_of_walks(text):
@@ -207,9 +226,8 @@ def main(root):
     tap.case("nothing but itself includes a backend", list(repository.backends()))
     tap.case("the simulated device knows nothing of its reruns",
              list(repository.within(["src/sim/device/", "src/sim/rerun/"])))
-    tap.case("inside graphs includes go one way",
-             list(repository.within([f"graphs/{room}/" for room in GRAPHS])))
-    tap.case("each folder of graphs has its floor", unknown_rooms(root))
+    tap.case("inside graphs includes go one way, as docs/design.md lists them",
+             list(room_problems(repository, rooms_of_graphs(root))))
     tap.case("CUDA headers stay in src/runtime/cuda", list(repository.cuda_outside()))
     tap.case("c10/cuda and ATen/cuda stay in two files", list(repository.libtorch_cuda_outside()))
     tap.case("one file installs the autograd engine hook",

@@ -16,6 +16,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include "expect_throws.h"
 #include "sidestream/error.h"
 
 namespace sidestream {
@@ -241,8 +242,8 @@ TEST_F(AutogradEngine, AnotherEngineIsRefused) {
   };
   auto* const ours = &torch::autograd::Engine::get_default_engine();
   torch::autograd::set_default_engine_stub(&Other::get);
-  EXPECT_THROW(install_autograd_engine(), UsageError);
-  EXPECT_THROW(check_saved_tensor_seam(), UsageError);
+  EXPECT_THROWS(UsageError, "Is Python's torch loaded in this process?", install_autograd_engine());
+  EXPECT_THROWS(UsageError, "did not call the pack hook of a saved tensor", check_saved_tensor_seam());
   torch::autograd::set_default_engine_stub(
       []() -> torch::autograd::Engine& { return torch::autograd::Engine::get_base_engine(); });
   install_autograd_engine();
