@@ -99,10 +99,9 @@ c10::Storage CaptureOffload::fetch(SavedStorage& storage) {
                                   "callable do the same work each time");
   }
   if (!storage.device) {
-    throw CaptureError(
-        "backward needs a storage of group \"" +
-        (storage.group == nullptr ? std::string("?") : storage.group->scope->name) +
-        "\" that is not on the device: the backwards were not captured in the reverse order of the forwards");
+    throw CaptureError("backward needs a storage of group \"" +
+                       (storage.group == nullptr ? std::string("?") : storage.group->scope->name) +
+                       "\" that is not on the device: its reload does not come before this backward in the order");
   }
   return storage.device;
 }

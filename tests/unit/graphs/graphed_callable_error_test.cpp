@@ -8,6 +8,7 @@
 #include "expect_throws.h"
 #include "graphs/engine/engine_access.h"
 #include "models/stack_twins.h"
+#include "sidestream/call.h"
 #include "sidestream/device.h"
 #include "sidestream/engine.h"
 #include "sidestream/error.h"
@@ -232,6 +233,15 @@ TEST_F(GraphedCallableError, StridesThatAViewOfAnInputCannotHaveAreRefusedBefore
   EXPECT_EQ(made[1].const_data_ptr(), memory) << "a replay would have copied it out";
   EXPECT_TRUE(at::equal(made[1].cpu(), then));
   EXPECT_TRUE(at::equal(graphed[0]({square(2)})[0].cpu(), square(2).view({-1}).cpu()));
+}
+
+TEST_F(GraphedCallableError, DevicesAndModulesThatThereAreNotAreRefused) {
+  EXPECT_THROWS(UsageError, "there is no device \"tpu\"; use auto, cuda, cuda:N or sim", (void)find_device("tpu"));
+  EXPECT_THROWS(UsageError, "device \"sim:x\" is not of the form sim:N", (void)find_device("sim:x"));
+  EXPECT_THROWS(UsageError, "ss::call was given no module", (void)call(std::shared_ptr<Mlp>(), input(0)));
+  const Callable layer("layer", torch::nn::AnyModule(model->ptr<Mlp>(0)));
+  EXPECT_THROWS(UsageError, "takes one tensor, but was given 2",
+                (void)make_graphed_callables(*engine, {layer}, {{input(0), input(1)}}));
 }
 
 TEST_F(GraphedCallableError, NoStepInsideAStepAndNoResetInside) {
