@@ -93,8 +93,9 @@ pid_t fork_with(std::vector<char*> argv, int out, int err) {
   }
   dup2(out, STDOUT_FILENO);
   dup2(err, STDERR_FILENO);
+  const bool trains = argv[1] != nullptr && std::string(argv[1]) == "train";
   const int code = run_command_line(static_cast<int>(argv.size()) - 1, argv.data());
-  if (code == kUsage) {
+  if (code == kUsage || !trains) {
     // LibTorch's end takes most of such a run's time. Trainings have it, and each program that is started as a file.
     std::fflush(nullptr);
     check_leaks();
