@@ -8,7 +8,9 @@
 #include <map>
 #include <ostream>
 #include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -109,7 +111,22 @@ std::string milliseconds(double seconds) {
   return text;
 }
 
-/// One row for each call or group, if the device keeps time.
+struct Took {
+  const char* what;
+  double seconds;
+  std::string more = "";  ///< to be said of it
+};
+
+/// Those that took time; "-" if none did.
+std::string in_words(const std::vector<Took>& parts) {
+  std::string text;
+  for (const Took& part : parts) {
+    text += part.seconds > 0 ? (text.empty() ? "" : ", ") + (part.what + milliseconds(part.seconds)) + part.more : "";
+  }
+  return text.empty() ? "-" : text;
+}
+
+/// One row for each call or group, and for each chunk, if the device keeps time.
 void print_times(const Report& report, std::ostream& out) {
   if (report.traced_seconds <= 0) {
     return;
@@ -119,17 +136,20 @@ void print_times(const Report& report, std::ostream& out) {
   row(out, step + ", compute waited for copies", milliseconds(report.waited_seconds));
   row(out, step + ", copies to the host", milliseconds(report.offload_seconds));
   row(out, step + ", copies to the device", milliseconds(report.reload_seconds));
+  const auto copied = [](std::int64_t bytes) { return " (" + mebibytes(bytes) + ")"; };
   for (const TimesReport& times : report.times) {
-    const std::pair<const char*, double> parts[] = {{"forward ", times.forward_seconds},
-                                                    {"backward ", times.backward_seconds},
-                                                    {"to the host ", times.offload_seconds},
-                                                    {"to the device ", times.reload_seconds},
-                                                    {"waited ", times.waited_seconds}};
-    std::string text;
-    for (const auto& [what, seconds] : parts) {
-      text += seconds > 0 ? (text.empty() ? "" : ", ") + (what + milliseconds(seconds)) : "";
-    }
-    row(out, step + ", " + times.name, text);
+    row(out, step + ", " + times.name,
+        in_words({{"forward ", times.forward_seconds},
+                  {"backward ", times.backward_seconds},
+                  {"to the host ", times.offload_seconds, copied(times.offloaded_bytes)},
+                  {"to the device ", times.reload_seconds, copied(times.reloaded_bytes)},
+                  {"waited ", times.waited_seconds}}));
+  }
+  for (const ChunkReport& chunk : report.chunks) {
+    row(out, step + ", stage " + std::to_string(chunk.stage) + ", microbatch " + std::to_string(chunk.microbatch),
+        in_words({{"to the host ", chunk.offload_seconds},
+                  {"to the device ", chunk.reload_seconds},
+                  {"waited ", chunk.waited_seconds}}));
   }
 }
 

@@ -59,7 +59,7 @@ Report full_report() {
   report.offload_seconds = 0.049;
   report.reload_seconds = 0.051;
   report.tracing_seconds = 0.052;
-  report.times = {{"blocks.0", 0.001, 0.002, 0.003, 0.004, 0.005, 53, 54}, {"blocks.1", 0.006}};
+  report.times = {{"blocks.0", 0.001, 0.002, 0.003, 0.004, 0.005, 53 << 20, 54 << 20}, {"blocks.1", 0.006}};
   report.exclusions = {{"small", 28, 3 << 20}};
   report.notes = {"a note"};
   return report;
@@ -117,10 +117,16 @@ TEST(ReportTest, TheTableShowsWhatWasCounted) {
   EXPECT_TRUE(has_line(text, "step 2, compute waited for copies", "48.00 ms")) << text;
   EXPECT_TRUE(has_line(text, "step 2, copies to the host", "49.00 ms")) << text;
   EXPECT_TRUE(has_line(text, "step 2, copies to the device", "51.00 ms")) << text;
-  EXPECT_TRUE(has_line(text, "step 2, blocks.0",
-                       "forward 1.00 ms, backward 2.00 ms, to the host 4.00 ms, to the device 5.00 ms, waited 3.00 ms"))
+  EXPECT_TRUE(
+      has_line(text, "step 2, blocks.0",
+               "forward 1.00 ms, backward 2.00 ms, to the host 4.00 ms (53.0 MiB), to the device 5.00 ms (54.0 MiB), "
+               "waited 3.00 ms"))
       << text;
   EXPECT_TRUE(has_line(text, "step 2, blocks.1", "forward 6.00 ms")) << text;
+  EXPECT_TRUE(has_line(text, "step 2, stage 0, microbatch 0",
+                       "to the host 250.00 ms, to the device 500.00 ms, waited 750.00 ms"))
+      << text;
+  EXPECT_TRUE(has_line(text, "step 2, stage 1, microbatch 0", " -")) << text;
   EXPECT_TRUE(has_line(text, "stays: small", "28 tensors, 3.0 MiB")) << text;
   EXPECT_TRUE(has_line(text, "replays verified (with their gradients)", "29 (30)")) << text;
   EXPECT_TRUE(has_line(text, "findings", "1")) << text;
@@ -241,8 +247,8 @@ TEST(ReportTest, TheJsonHoldsEachFieldByItsName) {
                                                     {"waited_seconds", 0.003},
                                                     {"offload_seconds", 0.004},
                                                     {"reload_seconds", 0.005},
-                                                    {"offloaded_bytes", 53},
-                                                    {"reloaded_bytes", 54}}));
+                                                    {"offloaded_bytes", 53 << 20},
+                                                    {"reloaded_bytes", 54 << 20}}));
   EXPECT_EQ(json.at("groups").at(1).at("name"), "blocks.1");
   EXPECT_EQ(json.at("groups").at(1).at("shared_bytes"), 1 << 20);
   EXPECT_EQ(json.at("groups").at(1).at("offloaded_bytes"), 3 << 20);
